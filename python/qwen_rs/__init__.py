@@ -1,0 +1,50 @@
+"""Qwen3 language models on ordinary CPUs.
+
+>>> from qwen_rs import LLM, SamplingParams
+>>> with LLM("demo") as llm:
+...     output = llm.generate("Emma Woodhouse", SamplingParams(max_tokens=8, temperature=0))
+>>> output.finish_reason
+'length'
+
+``LLM`` loads a checkpoint and generates; ``Model``, ``Cache``, ``Pool`` and ``Sampler`` are the
+pieces for a loop of your own.
+"""
+
+from ._core import (
+    Cache,
+    CacheError,
+    Model,
+    ModelError,
+    Pool,
+    Sampler,
+    available_isas,
+    default_threads,
+    quantize_q8_0,
+)
+from .chat import ChatTemplate, Message
+from .llm import LLM, ChatOutput, Output, Piece
+from .metrics import Metrics
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+
+__all__ = [
+    "LLM",
+    "Cache",
+    "CacheError",
+    "ChatOutput",
+    "ChatTemplate",
+    "Message",
+    "Metrics",
+    "Model",
+    "ModelError",
+    "Output",
+    "Piece",
+    "Pool",
+    "Sampler",
+    "SamplingParams",
+    "Tokenizer",
+    "available_isas",
+    "default_threads",
+    "quantize_q8_0",
+]
+__version__ = "0.1.0"

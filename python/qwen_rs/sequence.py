@@ -1,0 +1,99 @@
+"""One sequence that is being generated: its tokens, its text, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._core import Cache, Sampler
+from .sampling_params import SamplingParams
+from .tokenizer import StopStrings, StreamDecoder, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A piece of streamed text.
+
+    Attributes:
+        text: whole characters; never a part of a stop string.
+        token_ids: the tokens generated since the last piece. The text of a token may come with a
+            later piece.
+        finish_reason: with the last piece ``stop`` or ``length``, before that None.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass
+class SequenceState:
+    """A sequence between its prefill and its end."""
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    tokenizer: Tokenizer
+    end_ids: frozenset[int]
+    context: int
+    cache: Cache
+    token_ids: list[int] = field(default_factory=list)
+    forward_ms: list[float] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        p = self.params
+        assert p.temperature is not None and p.top_k is not None and p.top_p is not None  # resolved
+        assert p.min_p is not None and p.repetition_penalty is not None and p.seed is not None
+        self._sampler = Sampler(
+            temperature=p.temperature,
+            top_k=p.top_k,
+            top_p=p.top_p,
+            min_p=p.min_p,
+            repetition_penalty=p.repetition_penalty,
+            presence_penalty=p.presence_penalty,
+            frequency_penalty=p.frequency_penalty,
+            seed=p.seed,
+            prompt=self.prompt_ids if p.repetition_penalty != 1 else (),
+        )
+        self._decoder = StreamDecoder(self.tokenizer)
+        self._stops = StopStrings(p.stop_strings)
+        self._told = 0
+
+    def take(self, logits: NDArray[np.float32], milliseconds: float) -> str:
+        """Chooses the next token from ``[vocab]`` logits; returns the text that it sets free."""
+        self.forward_ms.append(milliseconds)
+        token = self._sampler.sample(logits)
+        self.token_ids.append(token)
+        if token in self.end_ids and not self.params.ignore_eos:
+            return self._end("stop", token, "")
+        text, stop = self._stops.push(self._decoder.push(token))
+        if stop is not None:
+            return self._end("stop", stop, text, flush=False)
+        in_context = len(self.prompt_ids) + len(self.token_ids) <= self.context
+        if len(self.token_ids) >= self.params.max_tokens or not in_context:
+            return self._end("length", None, text)
+        self.text += text
+        return text
+
+    def _end(self, reason: str, cause: int | str | None, text: str, *, flush: bool = True) -> str:
+        if flush:
+            last, stop = self._stops.push(self._decoder.flush())
+            text += last
+            if stop is None:
+                text += self._stops.flush()
+            else:
+                reason, cause = "stop", stop
+        self.finish_reason, self.stop_reason = reason, cause
+        self.text += text
+        return text
+
+    def piece(self, text: str) -> Piece:
+        """``text`` with the tokens that no piece has told of."""
+        new, self._told = self.token_ids[self._told :], len(self.token_ids)
+        return Piece(text=text, token_ids=new, finish_reason=self.finish_reason)

@@ -1,0 +1,141 @@
+"""Text to token ids and back, and text as it streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ._core import ModelError
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def read_json(path: Path) -> Any:
+    """The JSON of a checkpoint's file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ModelError: it is not JSON, with its path.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from None
+
+
+class Tokenizer:
+    """A checkpoint's ``tokenizer.json``, through the tokenizers library."""
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Raises:
+            OSError: there is no ``tokenizer.json``, or it cannot be read.
+            ModelError: it is not a tokenizer.
+        """
+        path = directory / "tokenizer.json"
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{path}: not a tokenizer: {error}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config_path = directory / "tokenizer_config.json"
+        config = read_json(config_path) if config_path.exists() else {}
+        if not isinstance(config, dict):
+            raise ModelError(f"{config_path}: an object is expected")
+        self.config: dict[str, Any] = config
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, added ones included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; special tokens written out in it are recognized, none are added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that form no character become U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of one token, or None."""
+        return self._tokenizer.token_to_id(token)
+
+    def special_token(self, name: str) -> str | None:
+        """A token that ``tokenizer_config.json`` names, such as ``eos_token``."""
+        value = self.config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+
+class StreamDecoder:
+    """Token ids in, whole characters out.
+
+    Bytes are held until they complete a character, so the pieces joined, with what ``flush`` gives,
+    are the text of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Ids whose text is out and which the next text is decoded after, then those still held.
+        self._before: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._held.append(token)
+        text = self._new_text()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._before, self._held = self._held, []
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end, incomplete bytes as U+FFFD; empty when called again."""
+        text = self._new_text() if self._held else ""
+        self._before, self._held = [], []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._before)
+        return self._tokenizer.decode(self._before + self._held)[len(before) :]
+
+
+class StopStrings:
+    """Finds stop strings in streamed text and holds back what may be the beginning of one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """``(text that is surely before any stop string, the stop string that was found)``."""
+        self._held += text
+        # The one that begins first; of two that begin together, the longer.
+        found = [(self._held.find(s), -len(s), s) for s in self._stop if s in self._held]
+        if found:
+            at, _, stop = min(found)
+            text, self._held = self._held[:at], ""
+            return text, stop
+        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
+        text = self._held[: len(self._held) - keep]
+        self._held = self._held[len(text) :]
+        return text, None
+
+    def flush(self) -> str:
+        """What was held back and turned out to begin no stop string."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of ``text`` with which ``stop`` begins."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,189 @@
+//! The operations of a forward pass.
+//!
+//! A backend is an instruction set and a set of workers; every operation is written once, on top of
+//! both. Whatever the two are, the results are the same bits.
+
+use super::profiler::{Op, Profiler};
+use crate::cache::KvView;
+use crate::kernels::attention::{
+    AttentionChunk, AttentionRow, CHUNK, KvSource, MergeChunks, partial_len,
+};
+use crate::kernels::float::{AddAssign, NormRope, RmsNorm, SwiGlu};
+use crate::kernels::{Element, Isa};
+use crate::tensor::{Arena, KvDtype, PackedWeight, Rows};
+use crate::threads::Threads;
+use half::f16;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+/// Rows that one task of a row-wise operation takes: a few microseconds of work.
+const ROWS_PER_TASK: usize = 8;
+
+/// Queries of one sequence and the keys and values they see.
+pub struct AttentionInput<'a> {
+    /// `[rows, num_attention_heads * head_dim]`, after norm and rotation.
+    pub q: Rows<'a>,
+    pub view: &'a KvView<'a>,
+    pub num_key_value_heads: usize,
+    pub head_dim: usize,
+    /// Rows before the first query's own: query `r` sees positions `0..=past + r`.
+    pub past: usize,
+}
+
+pub trait Backend: Send + Sync {
+    /// The name on the command line and in the metrics.
+    fn name(&self) -> &'static str;
+    fn isa(&self) -> Isa;
+    fn threads(&self) -> &Threads;
+    fn profiler(&self) -> &Arc<Profiler>;
+
+    /// `out[i] = row tokens[i] of the embedding`, `[tokens, hidden_size]`.
+    fn embed(&self, arena: &Arena, embed_tokens: &PackedWeight, tokens: &[u32], out: &mut [f32]) {
+        self.profiler().time(Op::Embed, || {
+            let width = embed_tokens.k;
+            self.threads().for_each_row(out, width, ROWS_PER_TASK, |r, out| {
+                embed_tokens.row(arena, tokens[r] as usize, out);
+            });
+        });
+    }
+
+    /// `out = x / rms(x) * weight`, row by row.
+    fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        self.profiler().time(Op::RmsNorm, || {
+            let (isa, width) = (self.isa(), weight.len());
+            self.threads().for_each_row(out, width, ROWS_PER_TASK, |r, out| {
+                isa.run(RmsNorm { x: &x[r * width..(r + 1) * width], weight, out, eps });
+            });
+        });
+    }
+
+    /// `out[m, n] = x[m, k] W^T`; `op` says which of the model's matmuls it is.
+    fn matmul(
+        &self,
+        op: Op,
+        arena: &Arena,
+        weight: &PackedWeight,
+        x: &[f32],
+        scratch: &mut [f32],
+        out: &mut [f32],
+    ) {
+        self.profiler().time(op, || {
+            weight.matmul(arena, self.isa(), self.threads(), x, scratch, out);
+        });
+    }
+
+    /// RMSNorm and rotation of every q and k head in rows of `[q heads | k heads | v heads]`.
+    /// `rotations` holds a row `[head_dim]` for each (cosines, then sines).
+    fn qk_norm_rope(
+        &self,
+        qkv: &mut [f32],
+        (num_attention_heads, num_key_value_heads): (usize, usize),
+        (q_norm, k_norm): (&[f32], &[f32]),
+        eps: f32,
+        rotations: &[f32],
+    ) {
+        self.profiler().time(Op::QkNormRope, || {
+            let (isa, head_dim) = (self.isa(), q_norm.len());
+            let width = (num_attention_heads + 2 * num_key_value_heads) * head_dim;
+            self.threads().for_each_row(qkv, width, 2, |r, row| {
+                let rotation = &rotations[r * head_dim..(r + 1) * head_dim];
+                let heads = row.chunks_exact_mut(head_dim);
+                for (h, head) in heads.take(num_attention_heads + num_key_value_heads).enumerate() {
+                    let weight = if h < num_attention_heads { q_norm } else { k_norm };
+                    isa.run(NormRope { head, weight, rotation, eps });
+                }
+            });
+        });
+    }
+
+    /// `out[rows, num_attention_heads * head_dim]` = causal softmax(q k^T / sqrt(head_dim)) v, each
+    /// KV head serving its group of query heads. `partials` is scratch of
+    /// [`partials_words`] f32.
+    fn attention(&self, input: &AttentionInput<'_>, partials: &mut [f32], out: &mut [f32]) {
+        self.profiler().time(Op::Attention, || match input.view.dtype() {
+            KvDtype::F32 => attention::<f32>(self.isa(), self.threads(), input, partials, out),
+            KvDtype::F16 => attention::<f16>(self.isa(), self.threads(), input, partials, out),
+        });
+    }
+
+    /// `out = silu(gate) * up`, from rows of `[gate | up]`.
+    fn swiglu(&self, gate_up: &[f32], width: usize, out: &mut [f32]) {
+        self.profiler().time(Op::SwiGlu, || {
+            let isa = self.isa();
+            self.threads().for_each_row(out, width, 2, |r, out| {
+                let (gate, up) = gate_up[r * 2 * width..(r + 1) * 2 * width].split_at(width);
+                isa.run(SwiGlu { gate, up, out });
+            });
+        });
+    }
+
+    /// `x += y`, rows of `width`.
+    fn add(&self, x: &mut [f32], y: &[f32], width: usize) {
+        self.profiler().time(Op::Add, || {
+            let isa = self.isa();
+            self.threads().for_each_row(x, width, ROWS_PER_TASK, |r, x| {
+                isa.run(AddAssign { x, y: &y[r * width..(r + 1) * width] });
+            });
+        });
+    }
+}
+
+/// f32 words of scratch that attention over `context` positions needs.
+pub fn partials_words(num_attention_heads: usize, head_dim: usize, context: usize) -> usize {
+    context.div_ceil(CHUNK) * num_attention_heads * partial_len(head_dim)
+}
+
+fn attention<T: Element>(
+    isa: Isa,
+    threads: &Threads,
+    input: &AttentionInput<'_>,
+    partials: &mut [f32],
+    out: &mut [f32],
+) where
+    for<'h> crate::cache::KvHead<'h>: KvSource<T>,
+{
+    let (kv_heads, head_dim, q) = (input.num_key_value_heads, input.head_dim, input.q);
+    let group_width = q.cols / kv_heads; // query heads of one KV head, side by side
+    let group = group_width / head_dim;
+    let scale = 1.0 / (head_dim as f32).sqrt();
+    if q.rows > 1 {
+        threads.for_each_row(out, group_width, 1, |i, out| {
+            let (r, kv_head) = (i / kv_heads, i % kv_heads);
+            isa.run(AttentionRow::<T, _> {
+                q: &q.row(r)[kv_head * group_width..][..group_width],
+                head_dim,
+                source: &input.view.head(kv_head),
+                context: input.past + r + 1,
+                scale,
+                out,
+                element: PhantomData,
+            });
+        });
+        return;
+    }
+    // One query: chunks and KV heads side by side, then the merge. partials: [chunks][heads][..]
+    let context = input.past + 1;
+    let chunks = context.div_ceil(CHUNK);
+    let width = group * partial_len(head_dim);
+    let partials = &mut partials[..chunks * kv_heads * width];
+    threads.for_each_row(partials, width, 1, |i, partials| {
+        let (chunk, kv_head) = (i / kv_heads, i % kv_heads);
+        isa.run(AttentionChunk::<T, _> {
+            q: &q.row(0)[kv_head * group_width..][..group_width],
+            head_dim,
+            source: &input.view.head(kv_head),
+            positions: chunk * CHUNK..context.min((chunk + 1) * CHUNK),
+            scale,
+            partials,
+            element: PhantomData,
+        });
+    });
+    threads.for_each_row(out, head_dim, kv_heads * group, |head, out| {
+        isa.run(MergeChunks {
+            partials: &partials[head * partial_len(head_dim)..],
+            stride: kv_heads * width,
+            chunks,
+            out,
+        });
+    });
+}

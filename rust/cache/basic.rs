@@ -1,0 +1,191 @@
+//! `BasicKvCache`: storage that grows in place and is read by borrowing.
+
+use super::kv_cache_trait::{KvCache, KvShape, KvView};
+use crate::error::{Error, Result};
+use crate::kernels::attention::KvRun;
+use crate::tensor::{KvDtype, Rows, Tensor, TensorData};
+use half::f16;
+
+/// Rows that are claimed beyond the prompt, so that so many tokens can be generated before storage
+/// must grow.
+pub const KV_HEADROOM_ROWS: usize = 512;
+
+/// Keys and values of one layer: one growable tensor `[rows, head_dim]` per KV head, K and V, so
+/// that each head's positions are contiguous.
+pub struct LayerKvState {
+    k: Vec<Tensor>, // [num_key_value_heads] of [rows, head_dim]
+    v: Vec<Tensor>, // [num_key_value_heads] of [rows, head_dim]
+    dtype: KvDtype,
+}
+
+impl LayerKvState {
+    pub fn new(shape: KvShape, dtype: KvDtype) -> Self {
+        let heads = || {
+            (0..shape.num_key_value_heads)
+                .map(|_| Tensor::empty_rows_of(dtype, shape.head_dim))
+                .collect()
+        };
+        Self { k: heads(), v: heads(), dtype }
+    }
+
+    pub fn rows(&self) -> usize {
+        // V is appended last: a row counts when all of it is there.
+        self.v.last().map_or(0, |v| v.shape()[0])
+    }
+
+    pub fn dtype(&self) -> KvDtype {
+        self.dtype
+    }
+
+    pub fn reserve_rows(&mut self, rows: usize) -> Result<()> {
+        self.tensors().try_for_each(|t| t.reserve_rows(rows))
+    }
+
+    /// Appends rows of all heads, `[rows, kv_width]`.
+    pub fn append(&mut self, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
+        for (tensors, rows) in [(&mut self.k, k), (&mut self.v, v)] {
+            let width = rows.cols / tensors.len();
+            for (head, tensor) in tensors.iter_mut().enumerate() {
+                tensor.append(rows.columns(head * width, width))?;
+            }
+        }
+        Ok(())
+    }
+
+    pub fn truncate(&mut self, rows: usize) {
+        self.tensors().for_each(|t| t.truncate_rows(rows));
+    }
+
+    pub fn capacity_bytes(&self) -> usize {
+        self.k.iter().chain(&self.v).map(Tensor::capacity_bytes).sum()
+    }
+
+    /// Copies K and V to rows of all heads, `[rows, kv_width]` F32.
+    pub fn materialize(&self) -> Result<(Tensor, Tensor)> {
+        let rows = self.rows();
+        let gather = |heads: &[Tensor]| {
+            let width = heads[0].shape()[1];
+            let mut out = vec![0.0; rows * width * heads.len()];
+            for (head, tensor) in heads.iter().enumerate() {
+                let values = tensor.to_f32()?;
+                for (r, row) in values.chunks_exact(width).take(rows).enumerate() {
+                    out[(r * heads.len() + head) * width..][..width].copy_from_slice(row);
+                }
+            }
+            Tensor::from_f32(out, [rows, width * heads.len()])
+        };
+        Ok((gather(&self.k)?, gather(&self.v)?))
+    }
+
+    pub(super) fn run_f32(&self, head: usize, position: usize) -> KvRun<'_, f32> {
+        match (self.k[head].data(), self.v[head].data()) {
+            (TensorData::F32(k), TensorData::F32(v)) => self.run(head, position, k, v),
+            _ => KvRun { k: &[], v: &[], stride: 0, rows: 0 },
+        }
+    }
+
+    pub(super) fn run_f16(&self, head: usize, position: usize) -> KvRun<'_, f16> {
+        match (self.k[head].data(), self.v[head].data()) {
+            (TensorData::F16(k), TensorData::F16(v)) => self.run(head, position, k, v),
+            _ => KvRun { k: &[], v: &[], stride: 0, rows: 0 },
+        }
+    }
+
+    fn run<'a, T>(&self, head: usize, position: usize, k: &'a [T], v: &'a [T]) -> KvRun<'a, T> {
+        let [rows, stride] = self.v[head].shape();
+        let start = position * stride;
+        KvRun { k: &k[start..], v: &v[start..], stride, rows: rows - position }
+    }
+
+    fn tensors(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        self.k.iter_mut().chain(&mut self.v)
+    }
+}
+
+/// The zero-copy cache: a prompt is copied in once, a decoded row is appended in place, attention
+/// reads by borrowing.
+pub struct BasicKvCache {
+    layers: Vec<LayerKvState>,
+    shape: KvShape,
+    dtype: KvDtype,
+}
+
+impl BasicKvCache {
+    pub fn new(shape: KvShape, dtype: KvDtype) -> Self {
+        let layers = (0..shape.num_layers).map(|_| LayerKvState::new(shape, dtype)).collect();
+        Self { layers, shape, dtype }
+    }
+}
+
+impl KvCache for BasicKvCache {
+    fn reserve(&mut self, rows: usize) -> Result<()> {
+        let held = self.seq_len();
+        let wanted = match held {
+            0 => rows.saturating_add(KV_HEADROOM_ROWS),
+            // Room for a later chunk grows as `append` grows: by doubling, so that a prompt in
+            // chunks of one is not copied for every chunk.
+            _ => rows.max(held),
+        };
+        for layer in &mut self.layers {
+            for tensor in layer.tensors() {
+                if tensor.capacity_rows() < held + rows {
+                    tensor.reserve_rows(wanted)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn set_prefill(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
+        let state = &mut self.layers[layer];
+        if state.rows() != 0 {
+            return Err(Error::cache(format!("layer {layer} has been prefilled already")));
+        }
+        for tensor in state.tensors() {
+            if tensor.capacity_rows() < k.rows + KV_HEADROOM_ROWS {
+                tensor.reserve_rows(k.rows + KV_HEADROOM_ROWS)?;
+            }
+        }
+        state.append(k, v)
+    }
+
+    fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
+        self.layers[layer].append(k, v)
+    }
+
+    fn materialize(&self, layer: usize) -> Result<(Tensor, Tensor)> {
+        self.layers[layer].materialize()
+    }
+
+    fn kv_view(&self, layer: usize) -> Option<KvView<'_>> {
+        Some(KvView::contiguous(&self.layers[layer]))
+    }
+
+    fn seq_len(&self) -> usize {
+        self.layers.last().map_or(0, LayerKvState::rows)
+    }
+
+    fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    fn shape(&self) -> KvShape {
+        self.shape
+    }
+
+    fn dtype(&self) -> KvDtype {
+        self.dtype
+    }
+
+    fn truncate(&mut self, rows: usize) {
+        self.layers.iter_mut().for_each(|layer| layer.truncate(rows));
+    }
+
+    fn kv_bytes(&self) -> usize {
+        self.layers.iter().map(LayerKvState::capacity_bytes).sum()
+    }
+
+    fn name(&self) -> &'static str {
+        "basic"
+    }
+}

@@ -1,0 +1,11 @@
+//! KV caches: the zero-copy one, the paged one, and the copying one they are measured against.
+
+mod basic;
+mod concat;
+mod kv_cache_trait;
+mod paged;
+
+pub use basic::{BasicKvCache, KV_HEADROOM_ROWS, LayerKvState};
+pub use concat::ConcatKvCache;
+pub use kv_cache_trait::{KvCache, KvHead, KvShape, KvView};
+pub use paged::{BlockPool, PagedKvCache};

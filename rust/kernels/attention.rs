@@ -1,0 +1,394 @@
+//! Fused grouped-query attention over fixed chunks of positions.
+//!
+//! Positions are cut into chunks of [`CHUNK`] by position alone. Each chunk gives, per query head,
+//! the largest score, the sum of the exponentials and the weighted sum of V; chunks are merged in
+//! order (the online softmax of Milakov and Gimelshein 2018, as in FlashAttention, Dao et al. 2022).
+//! A score is a dot product in 16 lanes; V is accumulated position by position. So it does not
+//! matter who computes which chunk, or in how many contiguous runs the rows are lent.
+
+use super::float::{load_piece, pieces, store_piece};
+use super::lanes::{Element, Kernel, LANES, Lanes, Registers};
+use std::ops::Range;
+
+/// Positions in a chunk.
+pub const CHUNK: usize = 256;
+/// The largest head that the kernels hold in their fixed scratch.
+pub const MAX_HEAD_DIM: usize = 256;
+
+/// Rows of one KV head, contiguous positions: row `r` is at `r * stride`.
+pub struct KvRun<'a, T> {
+    pub k: &'a [T],
+    pub v: &'a [T],
+    pub stride: usize,
+    pub rows: usize,
+}
+
+impl<T> KvRun<'_, T> {
+    fn check(&self, head_dim: usize) {
+        let needed = match self.rows {
+            0 => 0,
+            rows => (rows - 1) * self.stride + head_dim,
+        };
+        assert!(self.k.len() >= needed && self.v.len() >= needed);
+    }
+}
+
+/// Where a kernel reads the keys and values of one KV head: the run that starts at a position.
+pub trait KvSource<T> {
+    fn run_from(&self, position: usize) -> KvRun<'_, T>;
+}
+
+/// What a chunk yields for one query head: `head_dim` weighted sums of V, the largest score, the sum
+/// of the exponentials.
+pub const fn partial_len(head_dim: usize) -> usize {
+    head_dim + 2
+}
+
+/// One chunk (or the part of it that a query may see), for the query heads of one KV head.
+pub struct AttentionChunk<'a, T, S> {
+    pub q: &'a [f32], // [heads, head_dim]
+    pub head_dim: usize,
+    pub source: &'a S,
+    pub positions: Range<usize>,
+    pub scale: f32,
+    pub partials: &'a mut [f32], // [heads, head_dim + 2]
+    pub element: std::marker::PhantomData<T>,
+}
+
+impl<T: Element, S: KvSource<T>> Kernel for AttentionChunk<'_, T, S> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let width = self.head_dim;
+        let heads = self.q.len() / width;
+        assert!(self.q.len() == heads * width && (1..=MAX_HEAD_DIM).contains(&width));
+        assert!(self.partials.len() == heads * partial_len(width));
+        assert!((1..=CHUNK).contains(&self.positions.len()));
+        let mut head = 0;
+        while head < heads {
+            // Two heads share every read of K and V; the widths of all released models are unrolled.
+            let q = &self.q[head * width..];
+            let partials = &mut self.partials[head * partial_len(width)..];
+            let pair = heads - head >= 2;
+            let job = Job {
+                q,
+                width,
+                source: self.source,
+                positions: self.positions.clone(),
+                scale: self.scale,
+                element: std::marker::PhantomData::<T>,
+            };
+            match (width, pair) {
+                (128, true) => job.run::<L, 2, 8>(l, partials),
+                (128, false) => job.run::<L, 1, 8>(l, partials),
+                (64, true) => job.run::<L, 2, 4>(l, partials),
+                _ => job.run::<L, 1, 0>(l, partials),
+            }
+            head += if pair && (width == 128 || width == 64) { 2 } else { 1 };
+        }
+    }
+}
+
+struct Job<'a, T, S> {
+    q: &'a [f32],
+    width: usize,
+    source: &'a S,
+    positions: Range<usize>,
+    scale: f32,
+    element: std::marker::PhantomData<T>,
+}
+
+impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
+    /// `H` query heads; `P` 16-lane pieces in a row, or 0 for any width.
+    #[inline(always)]
+    fn run<L: Lanes, const H: usize, const P: usize>(&self, l: L, partials: &mut [f32]) {
+        let mut scores = [[f32::NEG_INFINITY; CHUNK]; H];
+        self.scores::<L, H, P>(l, &mut scores);
+        let len = self.positions.len();
+        for (h, scores) in scores.iter_mut().enumerate() {
+            let partial = &mut partials[h * partial_len(self.width)..][..partial_len(self.width)];
+            let (largest, sum) = softmax(l, scores, len);
+            partial[self.width] = largest;
+            partial[self.width + 1] = sum;
+        }
+        match (L::REGISTERS, P) {
+            (Registers::ThirtyTwo512, 8) => self.values::<L, H, 8>(l, &scores, partials, 0, 0),
+            (_, 4 | 8) => {
+                for h in 0..H {
+                    for piece in (0..P).step_by(4) {
+                        self.values::<L, 1, 4>(l, &scores[h..], partials, h, piece);
+                    }
+                }
+            }
+            _ => {
+                for h in 0..H {
+                    for piece in 0..self.width.div_ceil(LANES) {
+                        self.values::<L, 1, 1>(l, &scores[h..], partials, h, piece);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Each contiguous part: `(its rows, its first position less the chunk's, how many rows)`.
+    #[inline(always)]
+    fn for_each_run(&self, mut f: impl FnMut(KvRun<'_, T>, usize, usize)) {
+        let mut position = self.positions.start;
+        while position < self.positions.end {
+            let run = self.source.run_from(position);
+            run.check(self.width);
+            let rows = run.rows.min(self.positions.end - position);
+            assert!(rows > 0, "a cache lent no rows at position {position}");
+            f(run, position - self.positions.start, rows);
+            position += rows;
+        }
+    }
+
+    /// `scores[h][t] = (q_h . k_t) * scale`.
+    #[inline(always)]
+    fn scores<L: Lanes, const H: usize, const P: usize>(
+        &self,
+        l: L,
+        scores: &mut [[f32; CHUNK]; H],
+    ) {
+        let width = self.width;
+        let scale = l.splat(self.scale);
+        // SAFETY (both blocks): row r of the run holds `width` values, r < rows (`KvRun::check`); q
+        // holds H x width; a chunk's scores hold CHUNK >= first + rows values.
+        let dots = |k: *const T| -> [L::F; H] {
+            let mut acc = [l.splat(0.0); H];
+            // SAFETY: above.
+            unsafe {
+                if P > 0 {
+                    for j in 0..P {
+                        let k = T::load(l, k.add(j * LANES));
+                        for (h, acc) in acc.iter_mut().enumerate() {
+                            let q = l.load(self.q.as_ptr().add(h * width + j * LANES));
+                            *acc = l.mul_add(q, k, *acc);
+                        }
+                    }
+                } else {
+                    for (i, n) in pieces(width) {
+                        let k = load_piece(l, k.add(i), n);
+                        for (h, acc) in acc.iter_mut().enumerate() {
+                            let q = load_piece(l, self.q.as_ptr().add(h * width + i), n);
+                            *acc = l.mul_add(q, k, *acc);
+                        }
+                    }
+                }
+            }
+            acc
+        };
+        self.for_each_run(|run, first, rows| {
+            let mut row = 0;
+            while row < rows {
+                let n = LANES.min(rows - row);
+                let mut sums = [[l.splat(0.0); LANES]; H];
+                for r in 0..n {
+                    // SAFETY: above.
+                    let acc = dots(unsafe { run.k.as_ptr().add((row + r) * run.stride) });
+                    for h in 0..H {
+                        sums[h][r] = acc[h];
+                    }
+                }
+                for h in 0..H {
+                    let dots = l.mul(l.sum_each(&sums[h]), scale);
+                    // SAFETY: above.
+                    unsafe { store_piece(l, scores[h].as_mut_ptr().add(first + row), dots, n) };
+                }
+                row += n;
+            }
+        });
+    }
+
+    /// `out[h][piece..piece + P] = sum over t of weights[h][t] * v_t`, t ascending, into `partials`
+    /// of heads `head..`.
+    #[inline(always)]
+    fn values<L: Lanes, const H: usize, const P: usize>(
+        &self,
+        l: L,
+        weights: &[[f32; CHUNK]],
+        partials: &mut [f32],
+        head: usize,
+        piece: usize,
+    ) {
+        let width = self.width;
+        let offset = piece * LANES;
+        let last = LANES.min(width - (piece + P - 1) * LANES); // lanes of the last piece
+        let mut acc = [[l.splat(0.0); P]; H];
+        self.for_each_run(|run, first, rows| {
+            for r in 0..rows {
+                // SAFETY: row r of the run holds `width` values (`KvRun::check`), of which pieces
+                // `piece..piece + P` are read, the last one in part where the width ends in it.
+                unsafe {
+                    let v = run.v.as_ptr().add(r * run.stride + offset);
+                    for j in 0..P {
+                        let n = if j + 1 == P { last } else { LANES };
+                        let v = load_piece(l, v.add(j * LANES), n);
+                        for h in 0..H {
+                            let weight = l.splat(*weights[h].get_unchecked(first + r));
+                            acc[h][j] = l.mul_add(weight, v, acc[h][j]);
+                        }
+                    }
+                }
+            }
+        });
+        for (h, acc) in acc.iter().enumerate() {
+            let out = &mut partials[(head + h) * partial_len(width) + offset..];
+            for (j, &acc) in acc.iter().enumerate() {
+                let n = if j + 1 == P { last } else { LANES };
+                // SAFETY: a partial holds `width` values from its start.
+                unsafe { store_piece(l, out.as_mut_ptr().add(j * LANES), acc, n) };
+            }
+        }
+    }
+}
+
+/// Scores to exponentials of their distance from the largest; returns it and their sum. Scores
+/// beyond `len` are -infinity and become 0.
+#[inline(always)]
+pub(super) fn softmax<L: Lanes>(l: L, scores: &mut [f32; CHUNK], len: usize) -> (f32, f32) {
+    let used = len.next_multiple_of(LANES);
+    let p = scores.as_mut_ptr();
+    let mut largest = l.splat(f32::NEG_INFINITY);
+    let mut sum = l.splat(0.0);
+    // SAFETY: `used` is at most CHUNK.
+    unsafe {
+        for i in (0..used).step_by(LANES) {
+            largest = l.max(largest, l.load(p.add(i)));
+        }
+        let largest = l.max_lane(largest);
+        for i in (0..used).step_by(LANES) {
+            let e = l.exp(l.sub(l.load(p.add(i)), l.splat(largest)));
+            sum = l.add(sum, e);
+            l.store(p.add(i), e);
+        }
+        (largest, l.sum(sum))
+    }
+}
+
+/// Merges chunks, in order, for one query head.
+pub struct MergeChunks<'a> {
+    /// `[chunks]` partials of `head_dim + 2` values, `stride` apart.
+    pub partials: &'a [f32],
+    pub stride: usize,
+    pub chunks: usize,
+    pub out: &'a mut [f32], // [head_dim]
+}
+
+impl Kernel for MergeChunks<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let width = self.out.len();
+        let mut state = MergeState::new();
+        for c in 0..self.chunks {
+            let partial = &self.partials[c * self.stride..][..partial_len(width)];
+            state.merge(l, partial, self.out);
+        }
+        state.finish(l, self.out);
+    }
+}
+
+/// The running largest score and sum of one query head.
+pub(super) struct MergeState {
+    largest: f32,
+    sum: f32,
+    empty: bool,
+}
+
+impl MergeState {
+    pub(super) fn new() -> Self {
+        Self { largest: f32::NEG_INFINITY, sum: 0.0, empty: true }
+    }
+
+    /// `out` is the running weighted sum of V.
+    #[inline(always)]
+    pub(super) fn merge<L: Lanes>(&mut self, l: L, partial: &[f32], out: &mut [f32]) {
+        let width = out.len();
+        let (largest, sum) = (partial[width], partial[width + 1]);
+        if self.empty {
+            *self = Self { largest, sum, empty: false };
+            out.copy_from_slice(&partial[..width]);
+            return;
+        }
+        let top = if self.largest > largest { self.largest } else { largest };
+        let old = l.exp(l.splat(self.largest - top));
+        let new = l.exp(l.splat(largest - top));
+        let mut lane = [0f32; LANES];
+        for (i, n) in pieces(width) {
+            // SAFETY: i + n <= width, which both hold.
+            unsafe {
+                let p = out.as_mut_ptr().add(i);
+                let scaled = l.mul(load_piece(l, p, n), old);
+                let fresh = load_piece(l, partial.as_ptr().add(i), n);
+                store_piece(l, p, l.mul_add(fresh, new, scaled), n);
+            }
+        }
+        let total = l.mul_add(l.splat(sum), new, l.mul(l.splat(self.sum), old));
+        // SAFETY: `lane` holds 16 values.
+        unsafe { l.store(lane.as_mut_ptr(), total) };
+        self.largest = top;
+        self.sum = lane[0];
+    }
+
+    #[inline(always)]
+    pub(super) fn finish<L: Lanes>(self, l: L, out: &mut [f32]) {
+        let inverse = l.splat(1.0 / self.sum);
+        for (i, n) in pieces(out.len()) {
+            // SAFETY: i + n <= out.len().
+            unsafe {
+                let p = out.as_mut_ptr().add(i);
+                store_piece(l, p, l.mul(load_piece(l, p, n), inverse), n);
+            }
+        }
+    }
+}
+
+/// All chunks of one query position, for the query heads of one KV head: what a prefill query does,
+/// which is what the decode query at its position does.
+pub struct AttentionRow<'a, T, S> {
+    pub q: &'a [f32], // [heads, head_dim]
+    pub head_dim: usize,
+    pub source: &'a S,
+    /// Positions `0..context` are seen.
+    pub context: usize,
+    pub scale: f32,
+    pub out: &'a mut [f32], // [heads, head_dim]
+    pub element: std::marker::PhantomData<T>,
+}
+
+impl<T: Element, S: KvSource<T>> Kernel for AttentionRow<'_, T, S> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let width = self.head_dim;
+        assert!(width <= MAX_HEAD_DIM && self.q.len() == self.out.len());
+        let mut partials = [0f32; 2 * partial_len(MAX_HEAD_DIM)];
+        // Two heads at a time: what AttentionChunk does anyway, with a scratch of fixed size.
+        for (q, out) in self.q.chunks(2 * width).zip(self.out.chunks_mut(2 * width)) {
+            let heads = q.len() / width;
+            let mut states = [MergeState::new(), MergeState::new()];
+            for start in (0..self.context).step_by(CHUNK) {
+                let partials = &mut partials[..heads * partial_len(width)];
+                AttentionChunk {
+                    q,
+                    head_dim: width,
+                    source: self.source,
+                    positions: start..self.context.min(start + CHUNK),
+                    scale: self.scale,
+                    partials,
+                    element: self.element,
+                }
+                .run(l);
+                for h in 0..heads {
+                    let partial = &partials[h * partial_len(width)..][..partial_len(width)];
+                    states[h].merge(l, partial, &mut out[h * width..(h + 1) * width]);
+                }
+            }
+            for (state, out) in states.into_iter().zip(out.chunks_mut(width)) {
+                state.finish(l, out);
+            }
+        }
+    }
+}

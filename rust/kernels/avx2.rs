@@ -1,0 +1,274 @@
+//! AVX2 with FMA and F16C: two registers hold 16 lanes.
+
+use super::lanes::{Kernel, Lanes, Registers};
+use half::{bf16, f16};
+use std::arch::x86_64::*;
+
+/// Proof that CPU and operating system run AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub struct Avx2(());
+
+impl Avx2 {
+    pub fn detect() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        found.then_some(Self(()))
+    }
+
+    #[inline]
+    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: `self` proves that the features are there.
+        unsafe { run(self, kernel) }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn run<K: Kernel>(l: Avx2, kernel: K) -> K::Output {
+    kernel.run(l)
+}
+
+/// Each lane operation is one expression of intrinsics.
+macro_rules! lane {
+    ($($intrinsics:tt)*) => {
+        // SAFETY: `self` proves that the CPU has the features; memory operands are the caller's duty.
+        unsafe { $($intrinsics)* }
+    };
+}
+
+/// Sixteen rows x 4 signed weights, as magnitude and signed value: `maddubs` takes one unsigned
+/// operand, and with |w| <= 128 and |a| <= 127 its 16-bit sums of two cannot saturate.
+#[derive(Clone, Copy)]
+pub struct Weights {
+    magnitude: [__m256i; 2],
+    signed: [__m256i; 2],
+}
+
+type Floats = [__m256; 2];
+
+impl Lanes for Avx2 {
+    type F = Floats;
+    type I = [__m256i; 2];
+    type W = Weights;
+    const REGISTERS: Registers = Registers::Sixteen256;
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> Floats {
+        lane!([_mm256_set1_ps(x); 2])
+    }
+    #[inline(always)]
+    unsafe fn load(self, p: *const f32) -> Floats {
+        lane!([_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))])
+    }
+    #[inline(always)]
+    unsafe fn load_f16(self, p: *const f16) -> Floats {
+        lane! {{
+            let p = p.cast::<__m128i>();
+            [_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p.add(1)))]
+        }}
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const bf16) -> Floats {
+        lane! {{
+            let widen = |p| {
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p))))
+            };
+            let p = p.cast::<__m128i>();
+            [widen(p), widen(p.add(1))]
+        }}
+    }
+    #[inline(always)]
+    unsafe fn store(self, p: *mut f32, v: Floats) {
+        lane! {{
+            _mm256_storeu_ps(p, v[0]);
+            _mm256_storeu_ps(p.add(8), v[1]);
+        }}
+    }
+    #[inline(always)]
+    unsafe fn store_i8(self, p: *mut i8, v: Floats) {
+        lane! {{
+            let words = _mm256_packs_epi32(_mm256_cvtps_epi32(v[0]), _mm256_cvtps_epi32(v[1]));
+            let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words); // packs works in 128-bit halves
+            let bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
+            _mm_storeu_si128(p.cast(), bytes);
+        }}
+    }
+
+    #[inline(always)]
+    fn add(self, a: Floats, b: Floats) -> Floats {
+        lane!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn sub(self, a: Floats, b: Floats) -> Floats {
+        lane!([_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn mul(self, a: Floats, b: Floats) -> Floats {
+        lane!([_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn div(self, a: Floats, b: Floats) -> Floats {
+        lane!([_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn mul_add(self, a: Floats, b: Floats, c: Floats) -> Floats {
+        lane!([
+            _mm256_fmadd_ps(a[0], b[0], c[0]),
+            _mm256_fmadd_ps(a[1], b[1], c[1])
+        ])
+    }
+    #[inline(always)]
+    fn max(self, a: Floats, b: Floats) -> Floats {
+        lane!([_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn abs(self, a: Floats) -> Floats {
+        lane! {{
+            let sign = _mm256_set1_ps(-0.0);
+            [_mm256_andnot_ps(sign, a[0]), _mm256_andnot_ps(sign, a[1])]
+        }}
+    }
+    #[inline(always)]
+    fn floor(self, a: Floats) -> Floats {
+        lane!([_mm256_floor_ps(a[0]), _mm256_floor_ps(a[1])])
+    }
+    #[inline(always)]
+    fn round(self, a: Floats) -> Floats {
+        lane!([
+            _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a[0]),
+            _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a[1])
+        ])
+    }
+    #[inline(always)]
+    fn keep_if_ge(self, a: Floats, b: Floats, v: Floats) -> Floats {
+        lane!([
+            _mm256_and_ps(_mm256_cmp_ps::<_CMP_GE_OQ>(a[0], b[0]), v[0]),
+            _mm256_and_ps(_mm256_cmp_ps::<_CMP_GE_OQ>(a[1], b[1]), v[1])
+        ])
+    }
+    #[inline(always)]
+    fn exp2_int(self, n: Floats) -> Floats {
+        lane! {{
+            let power = |n| {
+                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
+            };
+            [power(n[0]), power(n[1])]
+        }}
+    }
+    #[inline(always)]
+    fn sum(self, a: Floats) -> f32 {
+        lane! {{
+            let a = _mm256_add_ps(a[0], a[1]);
+            let a = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_add_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_add_ss(a, _mm_movehdup_ps(a)))
+        }}
+    }
+    #[inline(always)]
+    fn max_lane(self, a: Floats) -> f32 {
+        lane! {{
+            let a = _mm256_max_ps(a[0], a[1]);
+            let a = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+            let a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+            _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)))
+        }}
+    }
+    #[inline(always)]
+    fn sum_each(self, rows: &[Floats; 16]) -> Floats {
+        // The tree of the AVX-512 version, for 8 rows at a time.
+        lane! {{
+            let eight = |first: usize| {
+                let two_rows = |e: usize| {
+                    let [a, b] = [rows[first + e], rows[first + 4 + e]];
+                    let (a, b) = (_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1])); // 16 to 8
+                    _mm256_add_ps(
+                        _mm256_permute2f128_ps::<0x20>(a, b),
+                        _mm256_permute2f128_ps::<0x31>(a, b),
+                    ) // 8 to 4: [a, b]
+                };
+                let four_rows = |a: __m256, b: __m256| {
+                    let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
+                    _mm256_add_ps(
+                        _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
+                        _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)),
+                    ) // 4 to 2
+                };
+                let t = four_rows(two_rows(0), two_rows(1));
+                let u = four_rows(two_rows(2), two_rows(3));
+                _mm256_add_ps(
+                    _mm256_shuffle_ps::<0x88>(t, u),
+                    _mm256_shuffle_ps::<0xDD>(t, u),
+                ) // 2 to 1
+            };
+            [eight(0), eight(8)]
+        }}
+    }
+    #[inline(always)]
+    fn transpose(self, rows: &[Floats; 16]) -> [Floats; 16] {
+        lane! {{
+            let mut out = *rows;
+            for (row_half, column_half) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                // An 8 x 8 quarter: rows 8 row_half.., columns 8 column_half..
+                let row = |i: usize| rows[8 * row_half + i][column_half];
+                let mut t = [row(0); 8];
+                for r in 0..2 {
+                    let [a, b, c, d] = [row(4 * r), row(4 * r + 1), row(4 * r + 2), row(4 * r + 3)];
+                    let ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b));
+                    let cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d));
+                    let ab_high = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));
+                    let cd_high = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+                    t[4 * r] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab, cd));
+                    t[4 * r + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab, cd));
+                    t[4 * r + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab_high, cd_high));
+                    t[4 * r + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab_high, cd_high));
+                }
+                for c in 0..4 {
+                    out[8 * column_half + c][row_half] = _mm256_permute2f128_ps::<0x20>(t[c], t[4 + c]);
+                    out[8 * column_half + 4 + c][row_half] = _mm256_permute2f128_ps::<0x31>(t[c], t[4 + c]);
+                }
+            }
+            out
+        }}
+    }
+
+    #[inline(always)]
+    fn dot_start(self, _correction: i32) -> [__m256i; 2] {
+        lane!([_mm256_setzero_si256(); 2]) // the weights are made signed, so nothing is to be corrected
+    }
+    #[inline(always)]
+    unsafe fn load_q8_0(self, p: *const u8) -> Weights {
+        lane! {{
+            let p = p.cast::<__m256i>();
+            let offset = _mm256_set1_epi8(-128);
+            let signed = [
+                _mm256_xor_si256(_mm256_loadu_si256(p), offset),
+                _mm256_xor_si256(_mm256_loadu_si256(p.add(1)), offset),
+            ];
+            Weights { magnitude: [_mm256_abs_epi8(signed[0]), _mm256_abs_epi8(signed[1])], signed }
+        }}
+    }
+    #[inline(always)]
+    unsafe fn dot_q8_0(self, acc: [__m256i; 2], w: Weights, a: *const i8) -> [__m256i; 2] {
+        lane! {{
+            let a = _mm256_set1_epi32(a.cast::<i32>().read_unaligned());
+            let ones = _mm256_set1_epi16(1);
+            let dot = |acc, magnitude, signed| {
+                let pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(a, signed));
+                _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, ones))
+            };
+            [
+                dot(acc[0], w.magnitude[0], w.signed[0]),
+                dot(acc[1], w.magnitude[1], w.signed[1]),
+            ]
+        }}
+    }
+    #[inline(always)]
+    fn add_i32(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
+        lane!([_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn to_f32(self, a: [__m256i; 2]) -> Floats {
+        lane!([_mm256_cvtepi32_ps(a[0]), _mm256_cvtepi32_ps(a[1])])
+    }
+}

@@ -1,0 +1,206 @@
+//! Float kernels, each written once over 16 lanes: row operations and the float matmul.
+//!
+//! Every result has one order of operations (design: the arithmetic law). Sums over a row put
+//! element `i` into lane `i mod 16` and fold the lanes by halves; what does not fill 16 lanes is
+//! padded with zeros, which a sum does not feel.
+
+use super::lanes::{Element, Kernel, LANES, Lanes};
+
+/// `(offset, lanes)` of each 16-lane piece of a row of `len` values.
+#[inline(always)]
+pub(super) fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..len)
+        .step_by(LANES)
+        .map(move |i| (i, LANES.min(len - i)))
+}
+
+/// # Safety
+/// `p` is valid for reading `n` values, `n <= 16`.
+#[inline(always)]
+pub(super) unsafe fn load_piece<L: Lanes, T: Element>(l: L, p: *const T, n: usize) -> L::F {
+    // SAFETY: the caller's duty is the same.
+    unsafe {
+        if n == LANES {
+            T::load(l, p)
+        } else {
+            l.load_first(p, n)
+        }
+    }
+}
+
+/// # Safety
+/// `p` is valid for writing `n` values, `n <= 16`.
+#[inline(always)]
+pub(super) unsafe fn store_piece<L: Lanes>(l: L, p: *mut f32, v: L::F, n: usize) {
+    // SAFETY: the caller's duty is the same.
+    unsafe {
+        if n == LANES {
+            l.store(p, v)
+        } else {
+            l.store_first(p, v, n)
+        }
+    }
+}
+
+/// 1 / sqrt(mean(x^2) + eps).
+#[inline(always)]
+fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
+    let mut squares = l.splat(0.0);
+    for (i, n) in pieces(x.len()) {
+        // SAFETY: i + n <= x.len().
+        let v = unsafe { load_piece(l, x.as_ptr().add(i), n) };
+        squares = l.mul_add(v, v, squares);
+    }
+    1.0 / (l.sum(squares) / x.len() as f32 + eps).sqrt()
+}
+
+/// `out = x / rms(x) * weight` (Zhang and Sennrich 2019), one row.
+pub struct RmsNorm<'a> {
+    pub x: &'a [f32],       // [width]
+    pub weight: &'a [f32],  // [width]
+    pub out: &'a mut [f32], // [width]
+    pub eps: f32,
+}
+
+impl Kernel for RmsNorm<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        assert!(self.weight.len() == self.x.len() && self.out.len() == self.x.len());
+        let scale = l.splat(inverse_rms(l, self.x, self.eps));
+        for (i, n) in pieces(self.x.len()) {
+            // SAFETY: i + n <= the length of all three.
+            unsafe {
+                let v = load_piece(l, self.x.as_ptr().add(i), n);
+                let w = load_piece(l, self.weight.as_ptr().add(i), n);
+                store_piece(
+                    l,
+                    self.out.as_mut_ptr().add(i),
+                    l.mul(l.mul(v, scale), w),
+                    n,
+                );
+            }
+        }
+    }
+}
+
+/// RMSNorm of one head in place, then rotary position embedding (Su et al. 2021) in the half-split
+/// form of the Qwen3 checkpoints: element `i` turns with element `i + head_dim / 2`.
+pub struct NormRope<'a> {
+    pub head: &'a mut [f32],  // [head_dim]
+    pub weight: &'a [f32],    // [head_dim]
+    pub rotation: &'a [f32],  // [head_dim]: head_dim / 2 cosines, then as many sines
+    pub eps: f32,
+}
+
+impl Kernel for NormRope<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let width = self.head.len();
+        let half = width / 2;
+        assert!(self.weight.len() == width && self.rotation.len() == width && half * 2 == width);
+        let scale = l.splat(inverse_rms(l, self.head, self.eps));
+        let (head, weight, rotation) = (
+            self.head.as_mut_ptr(),
+            self.weight.as_ptr(),
+            self.rotation.as_ptr(),
+        );
+        for (i, n) in pieces(half) {
+            // SAFETY: i + n <= half, and all three hold 2 x half values.
+            unsafe {
+                let x = l.mul(load_piece(l, head.add(i), n), scale);
+                let x = l.mul(x, load_piece(l, weight.add(i), n));
+                let y = l.mul(load_piece(l, head.add(half + i), n), scale);
+                let y = l.mul(y, load_piece(l, weight.add(half + i), n));
+                let cos = load_piece(l, rotation.add(i), n);
+                let sin = load_piece(l, rotation.add(half + i), n);
+                let turned_x = l.mul_add(x, cos, l.sub(l.splat(0.0), l.mul(y, sin)));
+                let turned_y = l.mul_add(y, cos, l.mul(x, sin));
+                store_piece(l, head.add(i), turned_x, n);
+                store_piece(l, head.add(half + i), turned_y, n);
+            }
+        }
+    }
+}
+
+/// `out = silu(gate) * up`, with silu(x) = x / (1 + e^-x) (Shazeer 2020), one row.
+pub struct SwiGlu<'a> {
+    pub gate: &'a [f32],    // [width]
+    pub up: &'a [f32],      // [width]
+    pub out: &'a mut [f32], // [width]
+}
+
+impl Kernel for SwiGlu<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        assert!(self.up.len() == self.gate.len() && self.out.len() == self.gate.len());
+        let (zero, one) = (l.splat(0.0), l.splat(1.0));
+        for (i, n) in pieces(self.gate.len()) {
+            // SAFETY: i + n <= the length of all three.
+            unsafe {
+                let gate = load_piece(l, self.gate.as_ptr().add(i), n);
+                let up = load_piece(l, self.up.as_ptr().add(i), n);
+                // e^88 is the largest power that is finite; silu is 0 there in f32 for all uses.
+                let negated = l.sub(zero, l.max(gate, l.splat(-88.0)));
+                let silu = l.div(gate, l.add(one, l.exp(negated)));
+                store_piece(l, self.out.as_mut_ptr().add(i), l.mul(silu, up), n);
+            }
+        }
+    }
+}
+
+/// `x += y`.
+pub struct AddAssign<'a> {
+    pub x: &'a mut [f32],
+    pub y: &'a [f32],
+}
+
+impl Kernel for AddAssign<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        assert_eq!(self.x.len(), self.y.len());
+        for (i, n) in pieces(self.x.len()) {
+            // SAFETY: i + n <= the length of both.
+            unsafe {
+                let p = self.x.as_mut_ptr().add(i);
+                let sum = l.add(
+                    load_piece(l, p, n),
+                    load_piece(l, self.y.as_ptr().add(i), n),
+                );
+                store_piece(l, p, sum, n);
+            }
+        }
+    }
+}
+
+/// `x = e^(x - largest)`; returns the sum in 16 lanes. What the sampler's softmax needs.
+pub struct ExpSum<'a> {
+    pub x: &'a mut [f32],
+    pub largest: f32,
+}
+
+impl Kernel for ExpSum<'_> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) -> f32 {
+        let largest = l.splat(self.largest);
+        let mut lanes = [0f32; LANES];
+        let mut total = l.splat(0.0);
+        for (i, n) in pieces(self.x.len()) {
+            // SAFETY: i + n <= x.len(); `lanes` holds 16 values.
+            unsafe {
+                let p = self.x.as_mut_ptr().add(i);
+                let e = l.exp(l.sub(load_piece(l, p, n), largest));
+                l.store(lanes.as_mut_ptr(), e);
+                // A padded lane holds e^-largest: it is not one of ours.
+                lanes[n..].fill(0.0);
+                total = l.add(total, l.load(lanes.as_ptr()));
+                store_piece(l, p, e, n);
+            }
+        }
+        l.sum(total)
+    }
+}

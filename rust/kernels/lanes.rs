@@ -1,0 +1,186 @@
+//! Sixteen lanes: the one vector shape that every kernel is written for.
+//!
+//! A kernel is written once, generic over [`Lanes`], and instantiated for each instruction set. The
+//! trait has only operations that IEEE 754 defines to the last bit (and exact integer sums), so a
+//! kernel gives the same bits whichever implementation runs it. A value of an implementing type is
+//! the proof that the CPU can run it: `Avx2` and `Avx512` are made by run-time detection alone.
+
+use half::{bf16, f16};
+
+/// A kernel call with its arguments; `run` is the kernel's only source.
+pub trait Kernel {
+    type Output;
+    fn run<L: Lanes>(self, l: L) -> Self::Output;
+}
+
+/// How many lanes a vector has, in every instruction set.
+pub const LANES: usize = 16;
+
+/// Which registers an instruction set has: kernels choose their tile sizes by it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Registers {
+    /// 16 registers that hold half of a 16-lane vector each (AVX2, and the portable code).
+    Sixteen256,
+    /// 32 registers that hold a whole 16-lane vector each (AVX-512).
+    ThirtyTwo512,
+}
+
+/// Sixteen f32 lanes, sixteen i32 lanes, and what can be done with them bit for bit the same
+/// everywhere.
+///
+/// The memory operations are `unsafe`: the pointer must be valid for the lanes that are read or
+/// written. Nothing needs alignment.
+pub trait Lanes: Copy + Send + Sync + 'static {
+    /// 16 x f32.
+    type F: Copy;
+    /// 16 x i32.
+    type I: Copy;
+    /// 16 output rows x 4 values of k of unsigned Q8_0 weights, ready for [`Lanes::dot_q8_0`].
+    type W: Copy;
+    const REGISTERS: Registers;
+
+    fn splat(self, x: f32) -> Self::F;
+    /// # Safety
+    /// `p` is valid for reading 16 f32.
+    unsafe fn load(self, p: *const f32) -> Self::F;
+    /// # Safety
+    /// `p` is valid for reading 16 f16.
+    unsafe fn load_f16(self, p: *const f16) -> Self::F;
+    /// # Safety
+    /// `p` is valid for reading 16 bf16.
+    unsafe fn load_bf16(self, p: *const bf16) -> Self::F;
+    /// # Safety
+    /// `p` is valid for writing 16 f32.
+    unsafe fn store(self, p: *mut f32, v: Self::F);
+    /// Stores lanes that hold integers of [-128, 127] as i8.
+    /// # Safety
+    /// `p` is valid for writing 16 i8.
+    unsafe fn store_i8(self, p: *mut i8, v: Self::F);
+
+    fn add(self, a: Self::F, b: Self::F) -> Self::F;
+    fn sub(self, a: Self::F, b: Self::F) -> Self::F;
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F;
+    fn div(self, a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once.
+    fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `if a > b { a } else { b }` in each lane: of a NaN and a number, the one that stands second.
+    fn max(self, a: Self::F, b: Self::F) -> Self::F;
+    fn abs(self, a: Self::F) -> Self::F;
+    fn floor(self, a: Self::F) -> Self::F;
+    /// To the nearest integer, ties to even.
+    fn round(self, a: Self::F) -> Self::F;
+    /// `if a >= b { v } else { 0.0 }` in each lane.
+    fn keep_if_ge(self, a: Self::F, b: Self::F, v: Self::F) -> Self::F;
+    /// `2^n` for lanes that hold integers of [-126, 127].
+    fn exp2_int(self, n: Self::F) -> Self::F;
+    /// The sum of the lanes, folded by halves: 16 to 8 to 4 to 2 to 1.
+    fn sum(self, a: Self::F) -> f32;
+    /// The largest lane, folded by halves.
+    fn max_lane(self, a: Self::F) -> f32;
+    /// Sixteen sums at once, each folded by halves: lane `i` is `sum(rows[i])`.
+    fn sum_each(self, rows: &[Self::F; 16]) -> Self::F;
+    /// Rows to columns: lane `j` of result `i` is lane `i` of `rows[j]`.
+    fn transpose(self, rows: &[Self::F; 16]) -> [Self::F; 16];
+
+    /// The i32 lanes that a block's dot products start from. `correction` is -128 x the sum of the
+    /// block's activations: what the unsigned weights (value + 128) add too much.
+    fn dot_start(self, correction: i32) -> Self::I;
+    /// # Safety
+    /// `p` is valid for reading 64 bytes.
+    unsafe fn load_q8_0(self, p: *const u8) -> Self::W;
+    /// Adds, in each of the 16 lanes (output rows), the products of four weights with the four
+    /// activations at `a`. Exact.
+    /// # Safety
+    /// `a` is valid for reading 4 i8.
+    unsafe fn dot_q8_0(self, acc: Self::I, w: Self::W, a: *const i8) -> Self::I;
+    fn add_i32(self, a: Self::I, b: Self::I) -> Self::I;
+    fn to_f32(self, a: Self::I) -> Self::F;
+
+    /// The first `n` of 16 lanes; the others are 0.
+    /// # Safety
+    /// `p` is valid for reading `n` values, `n <= 16`.
+    #[inline(always)]
+    unsafe fn load_first<T: Element>(self, p: *const T, n: usize) -> Self::F {
+        let mut lanes = [T::ZERO; LANES];
+        // SAFETY: the caller lends n values, and n <= 16.
+        unsafe { std::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n) };
+        // SAFETY: `lanes` holds 16 values.
+        unsafe { T::load(self, lanes.as_ptr()) }
+    }
+
+    /// # Safety
+    /// `p` is valid for writing `n` values, `n <= 16`.
+    #[inline(always)]
+    unsafe fn store_first(self, p: *mut f32, v: Self::F, n: usize) {
+        let mut lanes = [0f32; LANES];
+        // SAFETY: `lanes` holds 16 values.
+        unsafe { self.store(lanes.as_mut_ptr(), v) };
+        // SAFETY: the caller lends room for n values, and n <= 16.
+        unsafe { std::ptr::copy_nonoverlapping(lanes.as_ptr(), p, n) };
+    }
+
+    /// e^x, the one polynomial of this crate: 2^n x e^r with r = x - n ln 2 in two steps (Cody and
+    /// Waite) and the Taylor coefficients of e^r to the 7th degree; within 2 ulp on [-87, 88]. Below
+    /// -87 it is 0.
+    #[inline(always)]
+    fn exp(self, x: Self::F) -> Self::F {
+        let clamped = self.max(x, self.splat(-87.0));
+        let n = self.round(self.mul(clamped, self.splat(std::f32::consts::LOG2_E)));
+        let r = self.mul_add(n, self.splat(-0.693_359_4), clamped);
+        let r = self.mul_add(n, self.splat(2.121_944_4e-4), r);
+        let mut p = self.splat(1.0 / 5040.0);
+        for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+            p = self.mul_add(p, r, self.splat(c));
+        }
+        let y = self.mul(p, self.exp2_int(n));
+        self.keep_if_ge(x, self.splat(-87.0), y)
+    }
+}
+
+/// A stored float that widens exactly to f32 on read.
+pub trait Element: Copy + Send + Sync + 'static {
+    const ZERO: Self;
+    /// # Safety
+    /// `p` is valid for reading 16 values.
+    unsafe fn load<L: Lanes>(l: L, p: *const Self) -> L::F;
+    fn widen(self) -> f32;
+}
+
+impl Element for f32 {
+    const ZERO: Self = 0.0;
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(l: L, p: *const Self) -> L::F {
+        // SAFETY: the caller's duty is the same.
+        unsafe { l.load(p) }
+    }
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+}
+
+impl Element for f16 {
+    const ZERO: Self = f16::ZERO;
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(l: L, p: *const Self) -> L::F {
+        // SAFETY: the caller's duty is the same.
+        unsafe { l.load_f16(p) }
+    }
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+impl Element for bf16 {
+    const ZERO: Self = bf16::ZERO;
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(l: L, p: *const Self) -> L::F {
+        // SAFETY: the caller's duty is the same.
+        unsafe { l.load_bf16(p) }
+    }
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+}

@@ -1,0 +1,230 @@
+//! Q8_0 kernels: blocks of 32 values along `k`, scale = max|x| / 127.
+//!
+//! Weights are quantized as ggml does it (scale stored as f16, halves rounded away from zero) and
+//! kept unsigned, value + 128, which is what the int8 dot product instructions take on one side.
+//! Activations are quantized row by row, in the same blocks, with an f32 scale. A block's dot
+//! product is an exact integer; it is added by one fused multiply-add with the product of the two
+//! scales, blocks ascending.
+
+use super::float::{load_piece, pieces};
+use super::lanes::{Kernel, LANES, Lanes, Registers};
+use super::matmul::{OutputTiles, Tile};
+use half::f16;
+
+/// Values in a block.
+pub const BLOCK: usize = 32;
+/// Bytes of one block of 16 output rows, packed.
+pub const GROUP_BLOCK: usize = BLOCK * LANES;
+
+/// f32 words of one quantized row of activations of `blocks` blocks: the quants `[blocks * 32]` i8,
+/// then the scales `[blocks]` f32, then the corrections `[blocks]` i32 (-128 x the block's sum).
+pub const fn quantized_words(blocks: usize) -> usize {
+    blocks * (BLOCK / 4 + 2)
+}
+
+/// One row of activations to int8.
+pub struct QuantizeActivations<'a> {
+    pub x: &'a [f32],       // [k]
+    pub out: &'a mut [f32], // [quantized_words(ceil(k / 32))]
+}
+
+impl Kernel for QuantizeActivations<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let blocks = self.x.len().div_ceil(BLOCK);
+        assert_eq!(self.out.len(), quantized_words(blocks));
+        let (quants, rest) = self.out.split_at_mut(blocks * BLOCK / 4);
+        let (scales, corrections) = rest.split_at_mut(blocks);
+        let quants: &mut [i8] = bytemuck::cast_slice_mut(quants);
+        let corrections: &mut [i32] = bytemuck::cast_slice_mut(corrections);
+        for b in 0..blocks {
+            let x = &self.x[b * BLOCK..self.x.len().min((b + 1) * BLOCK)];
+            let quants = &mut quants[b * BLOCK..(b + 1) * BLOCK];
+            let first = x.len().min(LANES);
+            // SAFETY: `first` and `x.len() - first` values are left to read; a block has room for 32.
+            unsafe {
+                let low = load_piece(l, x.as_ptr(), first);
+                let high = load_piece(l, x.as_ptr().add(first), x.len() - first);
+                let largest = l.max_lane(l.max(l.abs(low), l.abs(high)));
+                let inverse = l.splat(if largest > 0.0 { 127.0 / largest } else { 0.0 });
+                scales[b] = largest / 127.0;
+                l.store_i8(quants.as_mut_ptr(), l.round(l.mul(low, inverse)));
+                l.store_i8(
+                    quants.as_mut_ptr().add(LANES),
+                    l.round(l.mul(high, inverse)),
+                );
+            }
+            let sum: i32 = quants.iter().map(|&q| i32::from(q)).sum();
+            corrections[b] = -128 * sum;
+        }
+    }
+}
+
+/// Weights to Q8_0, exactly as the `gguf` package does it: each block's scale d = max|x| / 127 in
+/// f32, quants round(x * (1 / d)) with halves away from zero, then d rounded to f16.
+pub struct QuantizeWeights<'a> {
+    pub x: &'a [f32],         // [blocks * 32]
+    pub quants: &'a mut [i8], // [blocks * 32]
+    pub scales: &'a mut [f16], // [blocks]
+}
+
+impl Kernel for QuantizeWeights<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        assert!(self.x.len() == self.scales.len() * BLOCK && self.quants.len() == self.x.len());
+        for (b, scale) in self.scales.iter_mut().enumerate() {
+            // SAFETY: block b is inside `x` and `quants`.
+            unsafe {
+                let x = self.x.as_ptr().add(b * BLOCK);
+                let (low, high) = (l.load(x), l.load(x.add(LANES)));
+                let d = l.max_lane(l.max(l.abs(low), l.abs(high))) / 127.0;
+                let inverse = l.splat(if d == 0.0 { 0.0 } else { 1.0 / d });
+                *scale = f16::from_f32(d);
+                let out = self.quants.as_mut_ptr().add(b * BLOCK);
+                for (i, v) in [low, high].into_iter().enumerate() {
+                    l.store_i8(out.add(i * LANES), round_half_away(l, l.mul(v, inverse)));
+                }
+            }
+        }
+    }
+}
+
+/// To the nearest integer, halves away from zero.
+#[inline(always)]
+fn round_half_away<L: Lanes>(l: L, x: L::F) -> L::F {
+    let zero = l.splat(0.0);
+    let magnitude = l.abs(x);
+    let down = l.floor(magnitude);
+    let up = l.keep_if_ge(l.sub(magnitude, down), l.splat(0.5), l.splat(1.0));
+    let rounded = l.add(down, up);
+    // The sign again: one of the two is 0.
+    let positive = l.keep_if_ge(x, zero, rounded);
+    let negative = l.sub(rounded, positive);
+    l.sub(positive, negative)
+}
+
+/// See the module's text for the order of operations.
+pub(super) struct MatmulQ8_0<'a> {
+    pub x: &'a [f32],       // [m, quantized_words(blocks)]
+    pub quants: &'a [u8],  // [ceil(n / 16)][blocks][8][16][4], value + 128
+    pub scales: &'a [f16], // [ceil(n / 16)][blocks][16]
+    pub blocks: usize,
+    pub out: OutputTiles, // [m, n]
+    pub tile: Tile,
+}
+
+impl MatmulQ8_0<'_> {
+    /// `MR` rows of activations by `NR` groups of 16 output rows, all of `k`.
+    #[inline(always)]
+    fn block<L: Lanes, const MR: usize, const NR: usize>(&self, l: L, row: usize, group: usize) {
+        let blocks = self.blocks;
+        let mut out = [[l.splat(0.0); NR]; MR];
+        // SAFETY: `run` checked that the tile's rows and groups are inside all arrays; the task owns
+        // the tile of the output.
+        unsafe {
+            let words = quantized_words(blocks);
+            let x = self.x.as_ptr().add(row * words);
+            let (a, a_scales) = (x.cast::<i8>(), x.add(blocks * BLOCK / 4));
+            let corrections = a_scales.add(blocks).cast::<i32>();
+            let w = self.quants.as_ptr().add(group * blocks * GROUP_BLOCK);
+            let w_scales = self.scales.as_ptr().add(group * blocks * LANES);
+            for b in 0..blocks {
+                let mut dots = [[l.dot_start(0); NR]; MR];
+                for (m, dots) in dots.iter_mut().enumerate() {
+                    *dots = [l.dot_start(*corrections.add(m * words + b)); NR];
+                }
+                for j in 0..BLOCK / 4 {
+                    for g in 0..NR {
+                        let w = l.load_q8_0(w.add((g * blocks + b) * GROUP_BLOCK + j * 4 * LANES));
+                        for (m, dots) in dots.iter_mut().enumerate() {
+                            let a = a.add(m * words * 4 + b * BLOCK + j * 4);
+                            dots[g] = l.dot_q8_0(dots[g], w, a);
+                        }
+                    }
+                }
+                for g in 0..NR {
+                    let scale = l.load_f16(w_scales.add((g * blocks + b) * LANES));
+                    for m in 0..MR {
+                        let scale = l.mul(scale, l.splat(*a_scales.add(m * words + b)));
+                        out[m][g] = l.mul_add(l.to_f32(dots[m][g]), scale, out[m][g]);
+                    }
+                }
+            }
+            for (m, out) in out.iter().enumerate() {
+                for (g, &out) in out.iter().enumerate() {
+                    self.out.store(l, row + m, group + g, out);
+                }
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn groups<L: Lanes, const MR: usize, const NR: usize>(&self, l: L, row: usize) {
+        let mut group = self.tile.groups.start;
+        while group + NR <= self.tile.groups.end {
+            self.block::<L, MR, NR>(l, row, group);
+            group += NR;
+        }
+        while group < self.tile.groups.end {
+            self.block::<L, MR, 1>(l, row, group);
+            group += 1;
+        }
+    }
+}
+
+impl Kernel for MatmulQ8_0<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let blocks = self.blocks;
+        assert!(self.tile.rows.end * quantized_words(blocks) <= self.x.len());
+        assert!(self.tile.groups.end * blocks * GROUP_BLOCK <= self.quants.len());
+        assert!(self.tile.groups.end * blocks * LANES <= self.scales.len());
+        let (mut row, end) = (self.tile.rows.start, self.tile.rows.end);
+        while row < end {
+            let left = end - row;
+            row += match L::REGISTERS {
+                // 12 integer and 12 float accumulators of 32 registers.
+                Registers::ThirtyTwo512 if left >= 12 => {
+                    self.groups::<L, 12, 1>(l, row);
+                    12
+                }
+                Registers::ThirtyTwo512 if left >= 4 => {
+                    self.groups::<L, 4, 2>(l, row);
+                    4
+                }
+                Registers::Sixteen256 if left >= 4 => {
+                    self.groups::<L, 4, 1>(l, row);
+                    4
+                }
+                _ if left >= 2 => {
+                    self.groups::<L, 2, 1>(l, row);
+                    2
+                }
+                // One row is bound by memory; several chains hide the dot product's latency.
+                Registers::ThirtyTwo512 => {
+                    self.groups::<L, 1, 4>(l, row);
+                    1
+                }
+                Registers::Sixteen256 => {
+                    self.groups::<L, 1, 1>(l, row);
+                    1
+                }
+            };
+        }
+    }
+}
+
+/// Row `lane` of a group, back to f32: what an embedding look-up reads.
+pub fn dequantize_packed_row(quants: &[u8], scales: &[f16], lane: usize, out: &mut [f32]) {
+    for (i, _) in pieces(out.len()) {
+        let end = out.len().min(i + LANES);
+        for (k, y) in (i..end).zip(&mut out[i..end]) {
+            let (b, j) = (k / BLOCK, k % BLOCK);
+            let q = quants[b * GROUP_BLOCK + (j / 4) * 4 * LANES + lane * 4 + j % 4];
+            *y = (i32::from(q) - 128) as f32 * scales[b * LANES + lane].to_f32();
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! Qwen3 language models on ordinary CPUs.
+//!
+//! The crate in the order that data flows:
+//!
+//! - [`loader`]: `config.json` and safetensors to checked, named, shape-verified weights
+//! - [`tensor`]: growable rows, Q8_0 blocks, weights packed as the kernels read them
+//! - [`kernels`]: one source per kernel, run on the instruction set found at run time
+//! - [`threads`]: how rows and heads are split over workers
+//! - [`backend`]: the operations of a forward pass, with counts and times
+//! - [`cache`]: the zero-copy KV cache, the paged one, and the copying baseline
+//! - [`model`]: the forward pass: `prefill`, `decode`, `decode_batch`
+//! - [`sampler`]: logits to a token
+//!
+//! Two promises hold everywhere: the KV cache grows in place and is read by borrowing, and every
+//! float result has one written order of operations, so that logits are the same bits on every
+//! instruction set, thread count, batch and cache.
+
+pub mod backend;
+pub mod cache;
+pub mod error;
+pub mod kernels;
+pub mod loader;
+pub mod model;
+pub mod sampler;
+pub mod tensor;
+pub mod threads;
+
+#[cfg(feature = "python")]
+mod python;

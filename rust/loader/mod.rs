@@ -1,0 +1,142 @@
+//! A checkpoint directory, checked and packed: names, shapes and dtypes are verified before a byte
+//! is computed with.
+
+mod checkpoint;
+
+pub use checkpoint::Checkpoint;
+
+use crate::error::{Error, Result};
+use crate::kernels::Isa;
+use crate::model::qwen3::Qwen3Config;
+use crate::tensor::{Arena, PackedWeight, RowSource, WeightDtype};
+use crate::threads::Threads;
+
+/// The weights of one layer, named as in the checkpoint; shapes are `[out, in]`.
+pub struct LayerWeights {
+    pub input_layernorm: Vec<f32>, // [hidden]
+    pub qkv_proj: PackedWeight,    // q_proj, k_proj, v_proj stacked: [q + 2 kv, hidden]
+    pub q_norm: Vec<f32>,          // [head_dim]
+    pub k_norm: Vec<f32>,          // [head_dim]
+    pub o_proj: PackedWeight,      // [hidden, q]
+    pub post_attention_layernorm: Vec<f32>, // [hidden]
+    pub gate_up_proj: PackedWeight, // gate_proj, up_proj stacked: [2 intermediate, hidden]
+    pub down_proj: PackedWeight,   // [hidden, intermediate]
+}
+
+/// All weights of a model; the packed ones are in `arena`.
+pub struct Weights {
+    pub arena: Arena,
+    pub dtype: WeightDtype,
+    pub embed_tokens: PackedWeight, // [vocab, hidden]
+    pub layers: Vec<LayerWeights>,
+    pub norm: Vec<f32>,                // [hidden]
+    pub lm_head: Option<PackedWeight>, // [vocab, hidden]; none: tied to embed_tokens
+}
+
+impl Weights {
+    /// Bytes of the packed weights.
+    pub fn bytes(&self) -> usize {
+        self.arena.bytes()
+    }
+}
+
+/// Told the share that is done, 0 to 1; `false` stops the load.
+pub type Progress<'a> = &'a dyn Fn(f64) -> bool;
+
+/// Where a name's rows come from.
+pub trait TensorSource {
+    /// The tensor `name`, which must be `[rows, cols]`, or `[cols]` if `rows` is none.
+    fn tensor(&self, name: &str, rows: Option<usize>, cols: usize) -> Result<RowSource<'_>>;
+    /// Called when a part of a tensor's bytes is no longer needed.
+    fn release(&self, bytes: &[u8]);
+}
+
+/// Packs all weights of a model in one pass over their bytes.
+///
+/// # Errors
+/// `Model` for a tensor that is missing, has another shape or dtype or holds NaN or infinity, named;
+/// `Interrupted` if `progress` says so.
+pub fn load_weights(
+    config: &Qwen3Config,
+    source: &(dyn TensorSource + Sync),
+    dtype: WeightDtype,
+    isa: Isa,
+    threads: &Threads,
+    progress: Progress<'_>,
+) -> Result<Weights> {
+    let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+    let (q, kv, vocab) = (config.q_width(), config.kv_width(), config.vocab_size);
+    let layer = |i: usize, name: &str| format!("model.layers.{i}.{name}.weight");
+    // Every shape is checked, and so the size of the whole known, before memory is claimed.
+    let shapes = [
+        ("self_attn.q_proj", q, hidden),
+        ("self_attn.k_proj", kv, hidden),
+        ("self_attn.v_proj", kv, hidden),
+        ("self_attn.o_proj", hidden, q),
+        ("mlp.gate_proj", intermediate, hidden),
+        ("mlp.up_proj", intermediate, hidden),
+        ("mlp.down_proj", hidden, intermediate),
+    ];
+    source.tensor("model.embed_tokens.weight", Some(vocab), hidden)?;
+    for i in 0..config.num_hidden_layers {
+        for (name, rows, cols) in shapes {
+            source.tensor(&layer(i, name), Some(rows), cols)?;
+        }
+    }
+    let layer_bytes = dtype.packed_bytes(q + 2 * kv, hidden)
+        + dtype.packed_bytes(hidden, q)
+        + dtype.packed_bytes(2 * intermediate, hidden)
+        + dtype.packed_bytes(hidden, intermediate);
+    let tied = config.tie_word_embeddings;
+    let embeddings = if tied { 1 } else { 2 };
+    let bytes =
+        layer_bytes * config.num_hidden_layers + embeddings * dtype.packed_bytes(vocab, hidden);
+
+    let mut arena = Arena::new(bytes)?;
+    let mut pack = |names: &[String], shapes: &[(usize, usize)]| -> Result<PackedWeight> {
+        let named = names.iter().zip(shapes);
+        let sources = named
+            .map(|(name, &(rows, cols))| source.tensor(name, Some(rows), cols))
+            .collect::<Result<Vec<_>>>()?;
+        let release = |bytes: &[u8]| source.release(bytes);
+        let packed = PackedWeight::pack(&mut arena, &sources, dtype, isa, threads, &release)
+            .map_err(|e| match e {
+                Error::Model(what) => Error::model(format!("{}: {what}", names.join(" and "))),
+                other => other,
+            })?;
+        match progress(arena.used_share()) {
+            true => Ok(packed),
+            false => Err(Error::Interrupted),
+        }
+    };
+    let vector = |name: String, len: usize| -> Result<Vec<f32>> {
+        let values = source.tensor(&name, None, len)?.to_f32();
+        match values.iter().all(|x| x.is_finite()) {
+            true => Ok(values),
+            false => Err(Error::model(format!("{name} holds NaN or infinity"))),
+        }
+    };
+
+    let embed_tokens = pack(&["model.embed_tokens.weight".into()], &[(vocab, hidden)])?;
+    let mut layers = Vec::new();
+    for i in 0..config.num_hidden_layers {
+        let qkv = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"].map(|n| layer(i, n));
+        let gate_up = ["mlp.gate_proj", "mlp.up_proj"].map(|n| layer(i, n));
+        layers.push(LayerWeights {
+            input_layernorm: vector(layer(i, "input_layernorm"), hidden)?,
+            qkv_proj: pack(&qkv, &[(q, hidden), (kv, hidden), (kv, hidden)])?,
+            q_norm: vector(layer(i, "self_attn.q_norm"), config.head_dim)?,
+            k_norm: vector(layer(i, "self_attn.k_norm"), config.head_dim)?,
+            o_proj: pack(&[layer(i, "self_attn.o_proj")], &[(hidden, q)])?,
+            post_attention_layernorm: vector(layer(i, "post_attention_layernorm"), hidden)?,
+            gate_up_proj: pack(&gate_up, &[(intermediate, hidden), (intermediate, hidden)])?,
+            down_proj: pack(&[layer(i, "mlp.down_proj")], &[(hidden, intermediate)])?,
+        });
+    }
+    let lm_head = match tied {
+        true => None,
+        false => Some(pack(&["lm_head.weight".into()], &[(vocab, hidden)])?),
+    };
+    let norm = vector("model.norm.weight".into(), hidden)?;
+    Ok(Weights { arena, dtype, embed_tokens, layers, norm, lm_head })
+}

@@ -1,0 +1,3 @@
+//! Model families. There is one: Qwen3.
+
+pub mod qwen3;

@@ -1,0 +1,422 @@
+//! Weights as the kernels read them: 16 output rows interleaved, all in one huge-page arena.
+
+use crate::error::{Error, Result};
+use crate::kernels::matmul::{matmul_float, matmul_q8_0};
+use crate::kernels::q8_0::{
+    BLOCK, GROUP_BLOCK, QuantizeActivations, QuantizeWeights, dequantize_packed_row,
+    quantized_words,
+};
+use crate::kernels::{Isa, LANES};
+use crate::threads::Threads;
+use half::{bf16, f16};
+use memmap2::MmapMut;
+use std::ops::Range;
+
+/// How weights are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightDtype {
+    Q8_0,
+    Bf16,
+    F32,
+}
+
+impl WeightDtype {
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "q8_0" => Ok(Self::Q8_0),
+            "bf16" => Ok(Self::Bf16),
+            "f32" => Ok(Self::F32),
+            _ => Err(Error::argument(format!(
+                "dtype must be q8_0, bf16 or f32, not {name:?}"
+            ))),
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Q8_0 => "q8_0",
+            Self::Bf16 => "bf16",
+            Self::F32 => "f32",
+        }
+    }
+
+    /// Bytes of `[n, k]` weights once packed.
+    pub fn packed_bytes(self, n: usize, k: usize) -> usize {
+        let rows = n.next_multiple_of(LANES);
+        match self {
+            Self::Q8_0 => aligned(rows * k.next_multiple_of(BLOCK)) + aligned(rows * k.div_ceil(BLOCK) * 2),
+            Self::Bf16 => aligned(rows * k * 2),
+            Self::F32 => aligned(rows * k * 4),
+        }
+    }
+}
+
+const ALIGN: usize = 64;
+const HUGE_PAGE: usize = 2 << 20;
+
+fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(ALIGN)
+}
+
+/// One block of memory for all weights, on 2 MiB boundaries and advised for huge pages: a decode
+/// step reads all of it, and small pages cost a third of the bandwidth.
+pub struct Arena {
+    map: MmapMut,
+    used: usize,
+    end: usize,
+}
+
+impl Arena {
+    /// Room for `bytes`.
+    ///
+    /// # Errors
+    /// `Model` if the memory cannot be had.
+    pub fn new(bytes: usize) -> Result<Self> {
+        let failed = |e| Error::model(format!("no memory for {bytes} bytes of weights: {e}"));
+        let map = MmapMut::map_anon(bytes + HUGE_PAGE).map_err(failed)?;
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage); // only advice: a kernel may have none
+        let used = map.as_ptr().align_offset(HUGE_PAGE);
+        Ok(Self { map, used, end: used + bytes })
+    }
+
+    fn take(&mut self, bytes: usize) -> Range<usize> {
+        let start = self.used;
+        self.used += aligned(bytes);
+        assert!(self.used <= self.end, "the arena was made too small");
+        start..start + bytes
+    }
+
+    /// Bytes it was made for.
+    pub fn bytes(&self) -> usize {
+        self.end - self.map.as_ptr().align_offset(HUGE_PAGE)
+    }
+
+    /// The share of them that is taken, 0 to 1.
+    pub fn used_share(&self) -> f64 {
+        self.contents().len() as f64 / self.bytes().max(1) as f64
+    }
+
+    /// All that was taken: what a decode step reads.
+    pub fn contents(&self) -> &[u8] {
+        &self.map[self.map.as_ptr().align_offset(HUGE_PAGE)..self.used]
+    }
+
+    fn slice<T: bytemuck::Pod>(&self, range: &Range<usize>) -> &[T] {
+        bytemuck::cast_slice(&self.map[range.clone()])
+    }
+}
+
+/// Rows of a checkpoint's tensor as they are stored, little-endian.
+#[derive(Clone, Copy)]
+pub struct RowSource<'a> {
+    pub bytes: &'a [u8], // [rows, cols]
+    pub dtype: safetensors::Dtype,
+    pub rows: usize,
+    pub cols: usize,
+}
+
+impl<'a> RowSource<'a> {
+    fn row_bytes(&self, first: usize, count: usize) -> &'a [u8] {
+        let width = self.cols * self.dtype.bitsize() / 8;
+        &self.bytes[first * width..(first + count) * width]
+    }
+
+    /// Row `r`, widened exactly. Only the three float dtypes get here: the loader checks.
+    fn widen(&self, r: usize, out: &mut [f32]) {
+        let bytes = self.row_bytes(r, 1);
+        match self.dtype {
+            safetensors::Dtype::F32 => {
+                for (x, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                    *x = f32::from_le_bytes(*b);
+                }
+            }
+            safetensors::Dtype::F16 => {
+                for (x, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                    *x = f16::from_le_bytes(*b).to_f32();
+                }
+            }
+            _ => {
+                for (x, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                    *x = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
+                }
+            }
+        }
+    }
+
+    /// All values, widened.
+    pub fn to_f32(&self) -> Vec<f32> {
+        let mut out = vec![0.0; self.rows * self.cols];
+        for (r, row) in out.chunks_exact_mut(self.cols).enumerate() {
+            self.widen(r, row);
+        }
+        out
+    }
+}
+
+enum Layout {
+    /// quants `[ceil(n / 16)][blocks][8][16][4]` u8 (value + 128); scales `[ceil(n / 16)][blocks][16]` f16
+    Q8_0 { quants: Range<usize>, scales: Range<usize> },
+    /// `[ceil(n / 16)][k][16]`
+    Bf16(Range<usize>),
+    F32(Range<usize>),
+}
+
+/// Weights `[n, k]` of a linear layer; rows beyond `n` are zeros.
+pub struct PackedWeight {
+    pub n: usize,
+    pub k: usize,
+    layout: Layout,
+}
+
+/// Source bytes packed between two calls of `release`: what a memory map may hold at a time.
+const SLAB_BYTES: usize = 8 << 20;
+
+impl PackedWeight {
+    /// Packs the rows of `sources`, one after another, in one pass over them. `release` is called
+    /// with every part of a source that is no longer needed.
+    ///
+    /// # Errors
+    /// `Model` if a value is NaN or infinite; the message names the row.
+    pub fn pack(
+        arena: &mut Arena,
+        sources: &[RowSource<'_>],
+        dtype: WeightDtype,
+        isa: Isa,
+        threads: &Threads,
+        release: &(dyn Fn(&[u8]) + Sync),
+    ) -> Result<Self> {
+        let k = sources[0].cols;
+        let n = sources.iter().map(|s| s.rows).sum::<usize>();
+        let rows = n.next_multiple_of(LANES);
+        let layout = match dtype {
+            WeightDtype::Q8_0 => Layout::Q8_0 {
+                quants: arena.take(rows * k.next_multiple_of(BLOCK)),
+                scales: arena.take(rows * k.div_ceil(BLOCK) * 2),
+            },
+            WeightDtype::Bf16 => Layout::Bf16(arena.take(rows * k * 2)),
+            WeightDtype::F32 => Layout::F32(arena.take(rows * k * 4)),
+        };
+        let packed = Self { n, k, layout };
+        let slab = (SLAB_BYTES / (LANES * k * 4)).max(1) * LANES;
+        let mut first = 0;
+        while first < n {
+            let end = n.min(first + slab);
+            packed.pack_rows(arena, sources, first..end, isa, threads)?;
+            for (source, part) in parts(sources, first..end) {
+                release(source.row_bytes(part.start, part.len()));
+            }
+            first = end;
+        }
+        Ok(packed)
+    }
+
+    /// Packs rows of a slab, which starts at a group.
+    fn pack_rows(
+        &self,
+        arena: &mut Arena,
+        sources: &[RowSource<'_>],
+        rows: Range<usize>,
+        isa: Isa,
+        threads: &Threads,
+    ) -> Result<()> {
+        let k = self.k;
+        let groups = rows.start / LANES..rows.end.div_ceil(LANES);
+        let fill = |group: usize, width: usize, wide: &mut [f32]| -> Result<()> {
+            wide.fill(0.0);
+            let range = group * LANES..self.n.min((group + 1) * LANES);
+            let mut lane = 0;
+            for (source, part) in parts(sources, range.clone()) {
+                for r in part {
+                    let row = &mut wide[lane * width..][..k];
+                    source.widen(r, row);
+                    if !row.iter().fold(true, |finite, x| finite & x.is_finite()) {
+                        return Err(Error::model(format!("row {r} holds NaN or infinity")));
+                    }
+                    lane += 1;
+                }
+            }
+            Ok(())
+        };
+        let part = |range: &Range<usize>, group_bytes: usize| {
+            range.start + groups.start * group_bytes..range.start + groups.end * group_bytes
+        };
+        match &self.layout {
+            Layout::Q8_0 { quants, scales } => {
+                let (blocks, width) = (k.div_ceil(BLOCK), k.next_multiple_of(BLOCK));
+                let quants = part(quants, blocks * GROUP_BLOCK);
+                let scales = part(scales, blocks * LANES * 2);
+                let (low, high) = arena.map.split_at_mut(scales.start);
+                let quants = low[quants].chunks_exact_mut(blocks * GROUP_BLOCK);
+                let scales = bytemuck::cast_slice_mut::<u8, f16>(&mut high[..scales.len()]);
+                let mut tasks: Vec<_> = quants.zip(scales.chunks_exact_mut(blocks * LANES)).collect();
+                for_each_group(threads, groups.start, &mut tasks, |group, (quants, scales), scratch| {
+                    scratch.resize(LANES * width);
+                    fill(group, width, &mut scratch.wide)?;
+                    isa.run(QuantizeWeights {
+                        x: &scratch.wide,
+                        quants: &mut scratch.quants,
+                        scales: &mut scratch.scales,
+                    });
+                    interleave_q8_0(&scratch.quants, &scratch.scales, quants, scales);
+                    Ok(())
+                })
+            }
+            Layout::Bf16(range) => {
+                let range = part(range, k * LANES * 2);
+                let out = bytemuck::cast_slice_mut::<u8, bf16>(&mut arena.map[range]);
+                let mut tasks: Vec<_> = out.chunks_exact_mut(k * LANES).collect();
+                for_each_group(threads, groups.start, &mut tasks, |group, out, scratch| {
+                    scratch.wide.resize(LANES * k, 0.0);
+                    fill(group, k, &mut scratch.wide)?;
+                    for (i, out) in out.iter_mut().enumerate() {
+                        *out = bf16::from_f32(scratch.wide[i % LANES * k + i / LANES]);
+                    }
+                    Ok(())
+                })
+            }
+            Layout::F32(range) => {
+                let range = part(range, k * LANES * 4);
+                let out = bytemuck::cast_slice_mut::<u8, f32>(&mut arena.map[range]);
+                let mut tasks: Vec<_> = out.chunks_exact_mut(k * LANES).collect();
+                for_each_group(threads, groups.start, &mut tasks, |group, out, scratch| {
+                    scratch.wide.resize(LANES * k, 0.0);
+                    fill(group, k, &mut scratch.wide)?;
+                    for (i, out) in out.iter_mut().enumerate() {
+                        *out = scratch.wide[i % LANES * k + i / LANES];
+                    }
+                    Ok(())
+                })
+            }
+        }
+    }
+
+    /// f32 words of scratch that a matmul of `m` rows needs.
+    pub fn scratch_words(&self, m: usize) -> usize {
+        match self.layout {
+            Layout::Q8_0 { .. } => m * quantized_words(self.k.div_ceil(BLOCK)),
+            _ => 0,
+        }
+    }
+
+    /// `out[m, n] = x[m, k] W^T`. For Q8_0 weights the activations are quantized into `scratch`.
+    pub fn matmul(
+        &self,
+        arena: &Arena,
+        isa: Isa,
+        threads: &Threads,
+        x: &[f32],
+        scratch: &mut [f32],
+        out: &mut [f32],
+    ) {
+        let (n, k) = (self.n, self.k);
+        match &self.layout {
+            Layout::Q8_0 { quants, scales } => {
+                let blocks = k.div_ceil(BLOCK);
+                let quantized = &mut scratch[..self.scratch_words(x.len() / k)];
+                threads.for_each_row(quantized, quantized_words(blocks), 8, |r, out| {
+                    isa.run(QuantizeActivations { x: &x[r * k..(r + 1) * k], out });
+                });
+                let weights = (arena.slice(quants), arena.slice(scales));
+                matmul_q8_0(isa, threads, quantized, weights, blocks, n, out);
+            }
+            Layout::Bf16(range) => {
+                matmul_float::<bf16>(isa, threads, x, arena.slice(range), k, n, out);
+            }
+            Layout::F32(range) => {
+                matmul_float::<f32>(isa, threads, x, arena.slice(range), k, n, out);
+            }
+        }
+    }
+
+    /// Row `r`, back to f32.
+    pub fn row(&self, arena: &Arena, r: usize, out: &mut [f32]) {
+        assert!(r < self.n && out.len() == self.k);
+        let (group, lane) = (r / LANES, r % LANES);
+        match &self.layout {
+            Layout::Q8_0 { quants, scales } => {
+                let blocks = self.k.div_ceil(BLOCK);
+                let quants = &arena.slice(quants)[group * blocks * GROUP_BLOCK..];
+                let scales = &arena.slice(scales)[group * blocks * LANES..];
+                dequantize_packed_row(quants, scales, lane, out);
+            }
+            Layout::Bf16(range) => {
+                let rows = &arena.slice::<bf16>(range)[group * self.k * LANES..];
+                for (k, out) in out.iter_mut().enumerate() {
+                    *out = rows[k * LANES + lane].to_f32();
+                }
+            }
+            Layout::F32(range) => {
+                let rows = &arena.slice::<f32>(range)[group * self.k * LANES..];
+                for (k, out) in out.iter_mut().enumerate() {
+                    *out = rows[k * LANES + lane];
+                }
+            }
+        }
+    }
+}
+
+/// The parts of `sources`, which stand one below the other, that rows `range` cover.
+fn parts<'s, 'a>(
+    sources: &'s [RowSource<'a>],
+    range: Range<usize>,
+) -> impl Iterator<Item = (&'s RowSource<'a>, Range<usize>)> {
+    let mut start = 0;
+    sources.iter().filter_map(move |source| {
+        let here = start..start + source.rows;
+        start = here.end;
+        let part = range.start.max(here.start)..range.end.min(here.end);
+        (!part.is_empty()).then(|| (source, part.start - here.start..part.end - here.start))
+    })
+}
+
+/// What packing a group needs, made once a task.
+#[derive(Default)]
+struct Scratch {
+    wide: Vec<f32>,    // [16][k]
+    quants: Vec<i8>,   // [16][k]
+    scales: Vec<f16>,  // [16][k / 32]
+}
+
+impl Scratch {
+    fn resize(&mut self, values: usize) {
+        self.wide.resize(values, 0.0);
+        self.quants.resize(values, 0);
+        self.scales.resize(values / BLOCK, f16::ZERO);
+    }
+}
+
+/// Calls `pack` for every group, on all workers; the first error is returned.
+fn for_each_group<T: Send>(
+    threads: &Threads,
+    first_group: usize,
+    groups: &mut [T],
+    pack: impl Fn(usize, &mut T, &mut Scratch) -> Result<()> + Sync,
+) -> Result<()> {
+    const GROUPS: usize = 8;
+    let mut tasks: Vec<_> = groups.chunks_mut(GROUPS).map(|groups| (groups, Ok(()))).collect();
+    threads.for_each_mut(&mut tasks, |task, (groups, result)| {
+        let mut scratch = Scratch::default();
+        for (i, group) in groups.iter_mut().enumerate() {
+            *result = pack(first_group + task * GROUPS + i, group, &mut scratch);
+            if result.is_err() {
+                return;
+            }
+        }
+    });
+    tasks.into_iter().try_for_each(|(_, result)| result)
+}
+
+fn interleave_q8_0(quants: &[i8], scales: &[f16], out: &mut [u8], out_scales: &mut [f16]) {
+    let width = quants.len() / LANES;
+    let quads: &[[i8; 4]] = quants.as_chunks::<4>().0;
+    for (i, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+        // out: [k / 4][16][4]
+        *out = quads[i % LANES * (width / 4) + i / LANES].map(|q| (q as u8) ^ 0x80);
+    }
+    let blocks = width / BLOCK;
+    for (i, out) in out_scales.iter_mut().enumerate() {
+        *out = scales[i % LANES * blocks + i / LANES];
+    }
+}
+
