@@ -76,14 +76,23 @@ impl Threads {
             turn: Mutex::new(()),
             process: std::process::id(),
         };
+        let (ready, started) = std::sync::mpsc::channel();
         for index in 0..count - 1 {
-            let shared = threads.shared.clone();
+            let (shared, ready) = (threads.shared.clone(), ready.clone());
+            let work = move || {
+                let _ = ready.send(()); // the receiver waits below
+                drop(ready);
+                shared.work(index);
+            };
             let worker = std::thread::Builder::new()
                 .name(format!("qwen-rs-{}", index + 1))
-                .spawn(move || shared.work(index))
+                .spawn(work)
                 .map_err(|e| Error::argument(format!("threads={count}: {e}")))?;
             threads.workers.push(worker);
         }
+        drop(ready);
+        // A thread's own start allocates: that is over when all have reported.
+        started.iter().for_each(drop);
         Ok(threads)
     }
 

@@ -1,0 +1,87 @@
+//! A warm decode step allocates nothing. One test, alone in its process: the allocator counts for all
+//! threads.
+
+mod common;
+
+use common::*;
+use qwen_rs::cache::{BlockPool, KV_HEADROOM_ROWS, KvCache, PagedKvCache};
+use qwen_rs::kernels::Isa;
+use qwen_rs::model::qwen3::Qwen3;
+use qwen_rs::tensor::{KvDtype, WeightDtype};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Counts allocations of all threads.
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator as it is.
+#[allow(unsafe_code)]
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's duty is the same.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, p: *mut u8, layout: Layout) {
+        // SAFETY: the caller's duty is the same.
+        unsafe { System.dealloc(p, layout) }
+    }
+    unsafe fn realloc(&self, p: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's duty is the same.
+        unsafe { System.realloc(p, layout, size) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn model(dtype: WeightDtype) -> Qwen3 {
+    simd("head_dim_128_old_spelling", dtype, Isa::available()[0], 2)
+}
+
+#[test]
+fn warm_decode_steps_allocate_nothing() {
+    a_warm_decode_step_allocates_nothing_within_the_headroom();
+    a_warm_batch_step_allocates_nothing_either();
+}
+
+fn a_warm_decode_step_allocates_nothing_within_the_headroom() {
+    for dtype in DTYPES {
+        for kv in KV_DTYPES {
+            let model = model(dtype);
+            let mut cache = model.basic_cache(kv);
+            let mut logits = prefill(&model, &mut cache, &tokens(&model, 20, 1));
+            model.decode(&mut cache, 1, &|| false, &mut logits).unwrap();
+            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            for i in 1..KV_HEADROOM_ROWS {
+                model.decode(&mut cache, i as u32 % 256, &|| false, &mut logits).unwrap();
+            }
+            let allocated = ALLOCATIONS.load(Ordering::Relaxed) - before;
+            assert_eq!(allocated, 0, "{dtype:?} {kv:?}");
+            // The next row is beyond the headroom: storage grows.
+            model.decode(&mut cache, 1, &|| false, &mut logits).unwrap();
+            assert!(ALLOCATIONS.load(Ordering::Relaxed) > before);
+        }
+    }
+}
+
+fn a_warm_batch_step_allocates_nothing_either() {
+    let model = model(WeightDtype::Q8_0);
+    let shape = model.config().kv_shape();
+    let pool = BlockPool::new(shape, KvDtype::F16, 512, 10).unwrap();
+    let mut basic = model.basic_cache(KvDtype::F32);
+    let mut paged = PagedKvCache::new(pool);
+    prefill(&model, &mut basic, &tokens(&model, 20, 1));
+    prefill(&model, &mut paged, &tokens(&model, 30, 2));
+    let mut logits = vec![0.0; 2 * model.config().vocab_size];
+    let mut caches: [&mut dyn KvCache; 2] = [&mut basic, &mut paged];
+    model.decode_batch(&mut caches, &[1, 2], &|| false, &mut logits).unwrap();
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    for _ in 0..50 {
+        model.decode_batch(&mut caches, &[3, 4], &|| false, &mut logits).unwrap();
+    }
+    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0);
+}

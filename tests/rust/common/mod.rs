@@ -1,0 +1,89 @@
+//! What several test files need.
+#![allow(dead_code)] // each test file uses a part of it
+
+use qwen_rs::backend::{Backend, ScalarBackend, SimdBackend};
+use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
+use qwen_rs::kernels::Isa;
+use qwen_rs::loader::{Checkpoint, load_weights};
+use qwen_rs::model::qwen3::{Logits, Qwen3};
+use qwen_rs::tensor::{KvDtype, WeightDtype};
+use std::path::PathBuf;
+
+/// Random checkpoints: GQA 4:1, 1:1, 8:1 and 3:1; heads of 16, 32, 20, 64 and 128.
+pub const CHECKPOINTS: [&str; 5] = [
+    "gqa_4_1",
+    "mha_untied_sharded",
+    "mqa_8_1_odd_sizes",
+    "head_dim_128_old_spelling",
+    "gqa_3_1",
+];
+pub const DTYPES: [WeightDtype; 3] = [WeightDtype::F32, WeightDtype::Bf16, WeightDtype::Q8_0];
+pub const KV_DTYPES: [KvDtype; 2] = [KvDtype::F32, KvDtype::F16];
+
+pub fn golden(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+pub fn load(name: &str, dtype: WeightDtype, backend: Box<dyn Backend>) -> Qwen3 {
+    let checkpoint = Checkpoint::open(&golden(name)).unwrap();
+    let config = checkpoint.config().clone();
+    let (isa, threads) = (backend.isa(), backend.threads());
+    let weights = load_weights(&config, &checkpoint, dtype, isa, threads, &|_| true).unwrap();
+    Qwen3::new(config, weights, backend)
+}
+
+pub fn scalar(name: &str, dtype: WeightDtype) -> Qwen3 {
+    load(name, dtype, Box::new(ScalarBackend::new().unwrap()))
+}
+
+pub fn simd(name: &str, dtype: WeightDtype, isa: Isa, threads: usize) -> Qwen3 {
+    load(name, dtype, Box::new(SimdBackend::new(isa, threads).unwrap()))
+}
+
+/// Tokens that look random and are the same everywhere.
+pub fn tokens(model: &Qwen3, count: usize, seed: u64) -> Vec<u32> {
+    let vocab = model.config().vocab_size as u64;
+    let mut state = seed.wrapping_mul(2) + 1;
+    (0..count)
+        .map(|_| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((state >> 33) % vocab) as u32
+        })
+        .collect()
+}
+
+pub fn bits(logits: &[f32]) -> Vec<u32> {
+    logits.iter().map(|x| x.to_bits()).collect()
+}
+
+pub fn prefill(model: &Qwen3, cache: &mut dyn KvCache, tokens: &[u32]) -> Vec<f32> {
+    let mut logits = vec![0.0; model.config().vocab_size];
+    model.prefill(cache, tokens, Logits::Last, &|| false, &mut logits).unwrap();
+    logits
+}
+
+pub fn prefill_all(model: &Qwen3, cache: &mut dyn KvCache, tokens: &[u32]) -> Vec<f32> {
+    let mut logits = vec![0.0; tokens.len() * model.config().vocab_size];
+    model.prefill(cache, tokens, Logits::All, &|| false, &mut logits).unwrap();
+    logits
+}
+
+pub fn decode(model: &Qwen3, cache: &mut dyn KvCache, token: u32) -> Vec<f32> {
+    let mut logits = vec![0.0; model.config().vocab_size];
+    model.decode(cache, token, &|| false, &mut logits).unwrap();
+    logits
+}
+
+/// Every kind of cache, the paged one with several block sizes.
+pub fn caches(model: &Qwen3, dtype: KvDtype) -> Vec<(String, Box<dyn KvCache>)> {
+    let mut all: Vec<(String, Box<dyn KvCache>)> = vec![
+        ("basic".into(), Box::new(model.basic_cache(dtype))),
+        ("concat".into(), Box::new(model.concat_cache(dtype))),
+    ];
+    for block_rows in [1, 7, 64, 1000] {
+        let shape = model.config().kv_shape();
+        let pool = BlockPool::new(shape, dtype, block_rows, 1000).unwrap();
+        all.push((format!("paged by {block_rows}"), Box::new(PagedKvCache::new(pool))));
+    }
+    all
+}
