@@ -9,10 +9,7 @@ pub enum Error {
     Argument(String),
     /// A file cannot be read (`OSError`).
     #[error("{}: {source}", path.display())]
-    File {
-        path: PathBuf,
-        source: std::io::Error,
-    },
+    File { path: PathBuf, source: std::io::Error },
     /// A checkpoint is wrong (`ModelError`).
     #[error("{0}")]
     Model(String),
@@ -40,9 +37,6 @@ impl Error {
     }
 
     pub fn file(path: impl Into<PathBuf>, source: std::io::Error) -> Self {
-        Self::File {
-            path: path.into(),
-            source,
-        }
+        Self::File { path: path.into(), source }
     }
 }

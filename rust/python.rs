@@ -94,10 +94,7 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Runs `f` without the GIL. A panic becomes a RuntimeError.
-fn heavy<T: Send>(
-    py: Python<'_>,
-    f: impl FnOnce(&Signals) -> Result<T, Error> + Send,
-) -> PyResult<T> {
+fn heavy<T: Send>(py: Python<'_>, f: impl FnOnce(&Signals) -> Result<T, Error> + Send) -> PyResult<T> {
     let signals = Signals::new();
     let result = py.detach(|| catch_unwind(AssertUnwindSafe(|| f(&signals))));
     match result {
@@ -111,7 +108,8 @@ fn heavy<T: Send>(
 
 fn token_ids(tokens: Vec<i64>) -> PyResult<Vec<u32>> {
     let convert = |token: i64| {
-        u32::try_from(token).map_err(|_| PyValueError::new_err(format!("token id {token} is negative or too large")))
+        u32::try_from(token)
+            .map_err(|_| PyValueError::new_err(format!("token id {token} is negative or too large")))
     };
     tokens.into_iter().map(convert).collect()
 }
@@ -221,7 +219,9 @@ impl Model {
         match kind {
             "basic" => Ok(Cache::new(Box::new(self.0.basic_cache(dtype)))),
             "concat" => Ok(Cache::new(Box::new(self.0.concat_cache(dtype)))),
-            "paged" => Err(PyValueError::new_err("a paged cache comes from a pool: new_pool(...).new_cache()")),
+            "paged" => {
+                Err(PyValueError::new_err("a paged cache comes from a pool: new_pool(...).new_cache()"))
+            }
             other => Err(PyValueError::new_err(format!("kv must be basic, paged or concat, not {other:?}"))),
         }
     }
@@ -280,10 +280,8 @@ impl Model {
         let logits = heavy(py, |signals| {
             // A cache that is given twice is "in use" the second time.
             let mut locked = caches.iter().map(|cache| cache.lock()).collect::<Result<Vec<_>, _>>()?;
-            let mut caches: Vec<&mut dyn KvCache> = locked
-                .iter_mut()
-                .map(|cache| -> &mut dyn KvCache { &mut ***cache })
-                .collect();
+            let mut caches: Vec<&mut dyn KvCache> =
+                locked.iter_mut().map(|cache| -> &mut dyn KvCache { &mut ***cache }).collect();
             let mut logits = vec![0.0; rows * vocab];
             self.0.decode_batch(&mut caches, &tokens, &|| signals.pending(), &mut logits)?;
             Ok(logits)
@@ -317,10 +315,8 @@ impl Model {
             let values = array.as_array().iter().copied().collect();
             Ok(Tensor::from_f32(values, shape)?)
         };
-        let layers = layers
-            .iter()
-            .map(|(k, v)| Ok((tensor(k)?, tensor(v)?)))
-            .collect::<PyResult<Vec<_>>>()?;
+        let layers =
+            layers.iter().map(|(k, v)| Ok((tensor(k)?, tensor(v)?))).collect::<PyResult<Vec<_>>>()?;
         heavy(py, |_| self.0.restore(&mut **cache.lock()?, &layers))
     }
 
@@ -512,7 +508,6 @@ fn default_threads() -> usize {
 mod _core {
     #[pymodule_export]
     use super::{
-        Cache, CacheError, Model, ModelError, Pool, Sampler, available_isas, default_threads,
-        quantize_q8_0,
+        Cache, CacheError, Model, ModelError, Pool, Sampler, available_isas, default_threads, quantize_q8_0,
     };
 }

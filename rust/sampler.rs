@@ -168,11 +168,7 @@ impl Sampler {
         // 53 random bits: a number of [0, 1).
         let random = (self.rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64;
         let kept = if config.top_p < 1.0 || config.min_p > 0.0 {
-            let mass = if config.top_p < 1.0 {
-                total * f64::from(config.top_p)
-            } else {
-                f64::INFINITY
-            };
+            let mass = if config.top_p < 1.0 { total * f64::from(config.top_p) } else { f64::INFINITY };
             keep_likeliest(candidates, mass, config.min_p)
         } else {
             &candidates[..]

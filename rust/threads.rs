@@ -57,9 +57,7 @@ impl Threads {
     /// `count` workers, the caller included.
     pub fn new(count: usize) -> Result<Self> {
         if !(1..=MAX_THREADS).contains(&count) {
-            return Err(Error::argument(format!(
-                "threads must be 1 to {MAX_THREADS}, not {count}"
-            )));
+            return Err(Error::argument(format!("threads must be 1 to {MAX_THREADS}, not {count}")));
         }
         let shared = Arc::new(Shared {
             state: AtomicU64::new(0),
@@ -70,12 +68,8 @@ impl Threads {
             stop: AtomicBool::new(false),
             asleep: (1..count).map(|_| AtomicBool::new(false)).collect(),
         });
-        let mut threads = Self {
-            shared,
-            workers: Vec::new(),
-            turn: Mutex::new(()),
-            process: std::process::id(),
-        };
+        let mut threads =
+            Self { shared, workers: Vec::new(), turn: Mutex::new(()), process: std::process::id() };
         let (ready, started) = std::sync::mpsc::channel();
         for index in 0..count - 1 {
             let (shared, ready) = (threads.shared.clone(), ready.clone());
@@ -123,7 +117,7 @@ impl Threads {
         shared.next.store(0, Ordering::Relaxed);
         shared.tasks.store(tasks, Ordering::Relaxed);
         let epoch = shared.state.load(Ordering::Relaxed) / EPOCH + 1;
-        shared.state.store(epoch * EPOCH | OPEN, Ordering::SeqCst);
+        shared.state.store((epoch * EPOCH) | OPEN, Ordering::SeqCst);
         for (asleep, worker) in shared.asleep.iter().zip(&self.workers) {
             if asleep.load(Ordering::SeqCst) {
                 worker.thread().unpark();
@@ -180,9 +174,7 @@ impl Threads {
         self.run(rows.div_ceil(rows_per_task), &|task| {
             for row in task * rows_per_task..rows.min((task + 1) * rows_per_task) {
                 // SAFETY: row < rows, and `run` calls each task once.
-                f(row, unsafe {
-                    std::slice::from_raw_parts_mut(start.at(row * width), width)
-                });
+                f(row, unsafe { std::slice::from_raw_parts_mut(start.at(row * width), width) });
             }
         });
     }
@@ -222,11 +214,7 @@ impl Shared {
             let Some(state) = self.wait(index, done) else {
                 return;
             };
-            if self
-                .state
-                .compare_exchange(state, state + 1, Ordering::AcqRel, Ordering::Relaxed)
-                .is_err()
-            {
+            if self.state.compare_exchange(state, state + 1, Ordering::AcqRel, Ordering::Relaxed).is_err() {
                 continue;
             }
             done = state / EPOCH;
@@ -255,7 +243,7 @@ impl Shared {
                 return None;
             }
             pause(&mut spins);
-            if spins % 64 == 0 && started.elapsed() > SPIN {
+            if spins.is_multiple_of(64) && started.elapsed() > SPIN {
                 self.asleep[index].store(true, Ordering::SeqCst);
                 while open().is_none() && !self.stop.load(Ordering::SeqCst) {
                     std::thread::park();
@@ -269,7 +257,7 @@ impl Shared {
 /// Waits a moment; after many in a row it lets other threads have the core.
 fn pause(spins: &mut u32) {
     *spins = spins.wrapping_add(1);
-    if *spins > 4096 && *spins % 16 == 0 {
+    if *spins > 4096 && (*spins).is_multiple_of(16) {
         std::thread::yield_now();
     } else {
         std::hint::spin_loop();

@@ -5,7 +5,8 @@
 
 Each checkpoint is written by ``save_pretrained``; ``golden.npz`` beside it holds a prompt, the
 logits of all its positions in F32, and 64 greedy tokens. ``demo.npz`` holds the same for the bundled
-demo model.
+demo model. ``chat/rendered.json`` holds conversations as transformers renders them through
+``chat/chat_template.jinja``, which is written by hand.
 """
 
 from __future__ import annotations
@@ -17,51 +18,161 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent
 GOLDEN = ROOT / "golden"
+CHAT = GOLDEN / "chat"
 DEMO = ROOT.parent / "python" / "qwen_rs" / "demo"
 
 # name: (sizes, dtype of the files, shard size)
 CHECKPOINTS: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
     # 4 query heads share a KV head; heads wider than hidden / heads; hidden not a multiple of 64
     "gqa_4_1": (
-        {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8,
-         "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 320, "tie_word_embeddings": True},
-        torch.float32, "1GB",
+        {
+            "hidden_size": 96,
+            "intermediate_size": 160,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 320,
+            "tie_word_embeddings": True,
+        },
+        torch.float32,
+        "1GB",
     ),
     # every query head has its own; untied head; several shards; F16 files
     "mha_untied_sharded": (
-        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 288, "tie_word_embeddings": False},
-        torch.float16, "60KB",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "vocab_size": 288,
+            "tie_word_embeddings": False,
+        },
+        torch.float16,
+        "60KB",
     ),
     # 8 query heads share the only KV head; sizes that fill no block and no vector; BF16 files
     "mqa_8_1_odd_sizes": (
-        {"hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 8,
-         "num_key_value_heads": 1, "head_dim": 20, "vocab_size": 301, "tie_word_embeddings": True},
-        torch.bfloat16, "1GB",
+        {
+            "hidden_size": 72,
+            "intermediate_size": 100,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 20,
+            "vocab_size": 301,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+        "1GB",
     ),
     # the released models' head_dim; another RoPE base and epsilon; the old config spelling
     "head_dim_128_old_spelling": (
-        {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 256, "tie_word_embeddings": False,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}, "rms_norm_eps": 1e-5},
-        torch.bfloat16, "1GB",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "vocab_size": 256,
+            "tie_word_embeddings": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 12345.0},
+            "rms_norm_eps": 1e-5,
+        },
+        torch.bfloat16,
+        "1GB",
     ),
     # a head_dim of 64 with an odd number of query heads in a group
     "gqa_3_1": (
-        {"hidden_size": 80, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 6,
-         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 272, "tie_word_embeddings": True},
-        torch.bfloat16, "1GB",
+        {
+            "hidden_size": 80,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "vocab_size": 272,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+        "1GB",
     ),
 }
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": 'Wetter in <Zürich> & "Genève"',
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+USER = {"role": "user", "content": "Grüß dich, 你好 👋 <b>&amp;</b>\n\n  two  spaces "}
+CONVERSATIONS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    ([USER], {}),
+    ([USER], {"enable_thinking": True}),
+    ([USER], {"enable_thinking": False}),
+    ([{"role": "system", "content": "Be brief."}, USER], {"enable_thinking": False}),
+    ([USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."}, USER], {}),
+    (
+        [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello."}],
+        {"add_generation_prompt": False},
+    ),
+    ([USER, {"role": "assistant", "reasoning_content": "so", "content": "Hi"}], {}),
+    ([USER], {"tools": TOOLS}),
+    (
+        [
+            {"role": "system", "content": "Use tools."},
+            USER,
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {
+                        "function": {
+                            "name": "weather",
+                            "arguments": {"city": "Zürich", "days": [1, 2.5, None, True]},
+                        }
+                    },
+                    {"name": "weather", "arguments": '{"city": "Bern"}'},
+                ],
+            },
+            {"role": "tool", "content": "12 °C"},
+            {"role": "tool", "content": "13 °C"},
+        ],
+        {"tools": TOOLS, "enable_thinking": False},
+    ),
+]
+
+
+def render_conversations() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = (CHAT / "chat_template.jinja").read_text(encoding="utf-8")
+    rendered = []
+    for messages, options in CONVERSATIONS:
+        options = {"add_generation_prompt": True, **options}
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        rendered.append({"messages": messages, "options": options, "text": text})
+    path = CHAT / "rendered.json"
+    path.write_text(json.dumps(rendered, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
 def random_model(sizes: dict[str, Any], seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    defaults = {"max_position_embeddings": 1024, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    defaults = {
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
     model = Qwen3ForCausalLM(Qwen3Config(**{**defaults, **sizes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,10 +203,11 @@ def golden(model: Any, prompt: list[int]) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    shutil.rmtree(GOLDEN, ignore_errors=True)
+    render_conversations()
     for seed, (name, (sizes, dtype, shard)) in enumerate(CHECKPOINTS.items()):
         print(name)
         directory = GOLDEN / name
+        shutil.rmtree(directory, ignore_errors=True)
         model = random_model(sizes, seed).to(dtype)
         model.save_pretrained(directory, max_shard_size=shard)
         if name.endswith("old_spelling"):

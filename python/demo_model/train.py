@@ -26,9 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = [END_OF_TEXT, "<|im_start|>", "<|im_end|>"]
 # Qwen's own pre-tokenizer pattern, so that the demo exercises what real checkpoints use.
-QWEN_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN_PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
@@ -101,7 +99,9 @@ def held_out_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor, length: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=2400)
@@ -117,7 +117,8 @@ def main() -> None:
     tokenizer = train_tokenizer(train_texts, vocab_size=4096)
     train, validation, test = (encode(tokenizer, t) for t in (train_texts, validation_texts, test_texts))
     bytes_per_token = sum(len(t.encode()) for t in test_texts) / len(test)
-    print(f"tokens: train {len(train)}, validation {len(validation)}, test {len(test)}; {bytes_per_token:.2f} bytes each")
+    counts = f"train {len(train)}, validation {len(validation)}, test {len(test)}"
+    print(f"tokens: {counts}; {bytes_per_token:.2f} bytes each")
 
     end = tokenizer.token_to_id(END_OF_TEXT)
     config = Qwen3Config(
@@ -185,7 +186,9 @@ def main() -> None:
     model.load_state_dict(best_state)
     model.to(torch.bfloat16)  # what ships is what is measured
     test_loss = held_out_loss(model, test, 512)
-    print(f"test loss {test_loss:.4f} nats a token, {test_loss / math.log(2) / bytes_per_token:.3f} bits a byte")
+    print(
+        f"test loss {test_loss:.4f} nats a token, {test_loss / math.log(2) / bytes_per_token:.3f} bits a byte"
+    )
 
     args.out.mkdir(parents=True, exist_ok=True)
     model.generation_config.do_sample = True

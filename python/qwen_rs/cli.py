@@ -38,10 +38,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generate(p: argparse.ArgumentParser) -> None:
     p.description = "Writes text. It streams to standard output; everything else goes to standard error."
-    p.add_argument("--model", metavar="DIR|HUB_ID", help="a checkpoint directory or hub id (default: the bundled demo)")
+    p.add_argument(
+        "--model", metavar="DIR|HUB_ID", help="a checkpoint directory or hub id (default: the bundled demo)"
+    )
     p.add_argument("--prompt", metavar="TEXT|-", help="the prompt; - reads standard input")
     p.add_argument(
-        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="tokens to generate at most (%(default)s)"
+        "--max-tokens",
+        type=int,
+        default=DEFAULT_MAX_TOKENS,
+        metavar="N",
+        help="tokens to generate at most (%(default)s)",
     )
     sampling = p.add_argument_group("sampling (defaults: the checkpoint's generation_config.json)")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
@@ -50,7 +56,9 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     sampling.add_argument("--min-p", type=float, metavar="P", help="tokens at least p x the likeliest")
     sampling.add_argument("--repeat-penalty", type=float, metavar="R", help="1: none")
     sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
     chat = p.add_argument_group("prompting (default: the chat template, if the checkpoint has one)")
     mode = chat.add_mutually_exclusive_group()
     mode.add_argument("--chat", action="store_true", help="through the chat template")
@@ -59,9 +67,15 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     think.add_argument("--think", dest="think", action="store_true", default=None, help="let the model think")
     think.add_argument("--no-think", dest="think", action="store_false", help="answer without thinking")
     engine = p.add_argument_group("engine")
-    engine.add_argument("--dtype", default="q8_0", choices=["q8_0", "bf16", "f32"], help="weights (%(default)s)")
-    engine.add_argument("--kv", default="basic", choices=["basic", "paged", "concat"], help="KV cache (%(default)s)")
-    engine.add_argument("--kv-dtype", default="f32", choices=["f32", "f16"], help="what the cache stores (%(default)s)")
+    engine.add_argument(
+        "--dtype", default="q8_0", choices=["q8_0", "bf16", "f32"], help="weights (%(default)s)"
+    )
+    engine.add_argument(
+        "--kv", default="basic", choices=["basic", "paged", "concat"], help="KV cache (%(default)s)"
+    )
+    engine.add_argument(
+        "--kv-dtype", default="f32", choices=["f32", "f16"], help="what the cache stores (%(default)s)"
+    )
     engine.add_argument("--backend", default="simd", choices=["simd", "scalar"], help="kernels (%(default)s)")
     engine.add_argument("--threads", type=int, metavar="N", help="default: all that this process may use")
     engine.add_argument("--trace-ops", action="store_true", help="print calls and milliseconds per operation")
@@ -114,7 +128,9 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     cores = default_threads()
     if args.threads is not None and args.threads > cores:
-        print(f"warning: {args.threads} threads on {cores} cores; more than {cores} are slower", file=sys.stderr)
+        print(
+            f"warning: {args.threads} threads on {cores} cores; more than {cores} are slower", file=sys.stderr
+        )
     with _load(args) as llm:
         if llm.chat_template is not None and not args.raw:
             prompt = llm.render_chat([{"role": "user", "content": prompt}], enable_thinking=args.think)
@@ -127,7 +143,7 @@ def _generate(args: argparse.Namespace) -> int:
         for piece in llm.pieces(state):
             sys.stdout.write(piece.text)
             sys.stdout.flush()
-        if sys.stdout.isatty() or args.metrics != "none":
+        if sys.stdout.isatty():  # a pipe carries the text alone
             sys.stdout.write("\n")
             sys.stdout.flush()
         metrics = llm.output(state).metrics
@@ -156,12 +172,17 @@ def _prompt(args: argparse.Namespace) -> str:
         raise ValueError("the prompt is empty")
     if args.model is None:
         shown = f" Prompt: {prompt}" if args.prompt is None else ""
-        print(f"No --model given: running the bundled demo, a small Qwen3 trained on Jane Austen.{shown}", file=sys.stderr)
+        print(
+            f"No --model given: running the bundled demo, a small Qwen3 trained on Jane Austen.{shown}",
+            file=sys.stderr,
+        )
     return prompt
 
 
 def _load(args: argparse.Namespace) -> LLM:
-    with tqdm(total=100, desc="loading", unit="%", delay=0.5, leave=False, disable=None, file=sys.stderr) as bar:
+    with tqdm(
+        total=100, desc="loading", unit="%", delay=0.5, leave=False, disable=None, file=sys.stderr
+    ) as bar:
         return LLM(
             DEMO if args.model is None else args.model,
             dtype=args.dtype,

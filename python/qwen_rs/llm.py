@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from os.path import commonpath
 from types import TracebackType
 from typing import Any, overload
 
@@ -145,12 +147,10 @@ class LLM:
         self.close()
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> Output: ...
-    @overload
-    def generate(self, prompts: Sequence[int], params: SamplingParams | None = None) -> Output: ...
+    def generate(self, prompts: str | Sequence[int], params: SamplingParams | None = None) -> Output: ...
     @overload
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | None = None
+        self, prompts: list[str] | list[list[int]], params: SamplingParams | None = None
     ) -> list[Output]: ...
 
     def generate(self, prompts: Any, params: SamplingParams | None = None) -> Output | list[Output]:
@@ -282,14 +282,14 @@ class LLM:
         for first in range(0, len(prompts), MAX_BATCH):
             batch = encoded[first : first + MAX_BATCH]
             caches, shared = self._batch_caches(batch)
-            states = [self._start(ids, resolved, cache, shared) for ids, cache in zip(batch, caches, strict=True)]
+            states = [
+                self._start(ids, resolved, cache, shared) for ids, cache in zip(batch, caches, strict=True)
+            ]
             for state in states:
                 self._prefill(state)
             while active := [s for s in states if s.finish_reason is None]:
                 started = time.perf_counter()
-                logits = self.model.decode_batch(
-                    [s.cache for s in active], [s.token_ids[-1] for s in active]
-                )
+                logits = self.model.decode_batch([s.cache for s in active], [s.token_ids[-1] for s in active])
                 milliseconds = 1000 * (time.perf_counter() - started)
                 for state, row in zip(active, logits, strict=True):
                     state.take(row, milliseconds)
@@ -303,7 +303,7 @@ class LLM:
             return self._caches(len(prompts)), 0
         pool = self._pool(len(prompts))
         # The last token of a prompt is always run: its logits are needed.
-        shared = min(len(os.path.commonprefix([list(p) for p in prompts])), min(map(len, prompts)) - 1)
+        shared = min(len(commonpath([list(p) for p in prompts])), min(map(len, prompts)) - 1)
         if shared == 0:
             return [pool.new_cache() for _ in prompts], 0
         first = pool.new_cache()
@@ -349,3 +349,9 @@ class LLM:
         if len(ids) > self.max_context:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than the context of {self.max_context}")
         return ids
+
+
+def _common(prompts: Sequence[Sequence[int]]) -> int:
+    """How many first tokens all prompts have in common."""
+    columns = zip(*prompts, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

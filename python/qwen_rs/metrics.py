@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def trace_table(stats: list[tuple[str, str, int, float]]) -> str:
+def trace_table(stats: Sequence[tuple[str, str, int, float]]) -> str:
     """Calls and milliseconds per operation, split into prefill and decode."""
     rows: dict[str, dict[str, tuple[int, float]]] = {}
     for phase, op, calls, milliseconds in stats:

@@ -5,9 +5,7 @@
 
 use super::profiler::{Op, Profiler};
 use crate::cache::KvView;
-use crate::kernels::attention::{
-    AttentionChunk, AttentionRow, CHUNK, KvSource, MergeChunks, partial_len,
-};
+use crate::kernels::attention::{AttentionChunk, AttentionRow, CHUNK, KvSource, MergeChunks, partial_len};
 use crate::kernels::float::{AddAssign, NormRope, RmsNorm, SwiGlu};
 use crate::kernels::{Element, Isa};
 use crate::tensor::{Arena, KvDtype, PackedWeight, Rows};

@@ -20,11 +20,8 @@ pub struct LayerKvState {
 
 impl LayerKvState {
     pub fn new(shape: KvShape, dtype: KvDtype) -> Self {
-        let heads = || {
-            (0..shape.num_key_value_heads)
-                .map(|_| Tensor::empty_rows_of(dtype, shape.head_dim))
-                .collect()
-        };
+        let heads =
+            || (0..shape.num_key_value_heads).map(|_| Tensor::empty_rows_of(dtype, shape.head_dim)).collect();
         Self { k: heads(), v: heads(), dtype }
     }
 

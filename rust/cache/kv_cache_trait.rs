@@ -114,12 +114,9 @@ impl<'a> KvView<'a> {
     /// `Argument` if the tensors are not F32.
     pub fn materialized(k: &'a Tensor, v: &'a Tensor, head_dim: usize) -> Result<Self> {
         match (k.data(), v.data()) {
-            (TensorData::F32(k_values), TensorData::F32(v_values)) => Ok(Self(Lent::Materialized {
-                k: k_values,
-                v: v_values,
-                kv_width: k.shape()[1],
-                head_dim,
-            })),
+            (TensorData::F32(k_values), TensorData::F32(v_values)) => {
+                Ok(Self(Lent::Materialized { k: k_values, v: v_values, kv_width: k.shape()[1], head_dim }))
+            }
             _ => Err(Error::argument("materialized K and V must be F32")),
         }
     }

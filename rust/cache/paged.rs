@@ -105,9 +105,7 @@ impl BlockPool {
 
     fn new_data(&self) -> Result<BlockData> {
         let values = self.block_values();
-        let failed = |_| {
-            Error::cache(format!("no memory for a cache block of {} bytes", self.block_bytes()))
-        };
+        let failed = |_| Error::cache(format!("no memory for a cache block of {} bytes", self.block_bytes()));
         Ok(match self.dtype {
             KvDtype::F32 => {
                 let mut data = Vec::new();
@@ -130,9 +128,7 @@ impl BlockPool {
 
     /// Where a head's rows of a layer start in a block; `side` is 0 for K, 1 for V.
     fn offset(&self, layer: usize, side: usize, head: usize) -> usize {
-        ((layer * 2 + side) * self.shape.num_key_value_heads + head)
-            * self.block_rows
-            * self.shape.head_dim
+        ((layer * 2 + side) * self.shape.num_key_value_heads + head) * self.block_rows * self.shape.head_dim
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, PoolState> {
@@ -210,11 +206,12 @@ impl KvCache for PagedKvCache {
         let blocks = held.saturating_add(rows).div_ceil(block_rows);
         let missing = blocks.saturating_sub(self.table.len());
         self.pool.take(missing, &mut self.table)?;
-        if rows > 0 && held % block_rows != 0 {
-            if let Err(error) = self.make_own(held / block_rows) {
-                self.table.truncate(held.div_ceil(block_rows));
-                return Err(error);
-            }
+        if rows > 0
+            && !held.is_multiple_of(block_rows)
+            && let Err(error) = self.make_own(held / block_rows)
+        {
+            self.table.truncate(held.div_ceil(block_rows));
+            return Err(error);
         }
         Ok(())
     }

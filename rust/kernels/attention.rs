@@ -146,11 +146,7 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
 
     /// `scores[h][t] = (q_h . k_t) * scale`.
     #[inline(always)]
-    fn scores<L: Lanes, const H: usize, const P: usize>(
-        &self,
-        l: L,
-        scores: &mut [[f32; CHUNK]; H],
-    ) {
+    fn scores<L: Lanes, const H: usize, const P: usize>(&self, l: L, scores: &mut [[f32; CHUNK]; H]) {
         let width = self.width;
         let scale = l.splat(self.scale);
         // SAFETY (both blocks): row r of the run holds `width` values, r < rows (`KvRun::check`); q

@@ -112,10 +112,7 @@ impl Lanes for Avx2 {
     }
     #[inline(always)]
     fn mul_add(self, a: Floats, b: Floats, c: Floats) -> Floats {
-        lane!([
-            _mm256_fmadd_ps(a[0], b[0], c[0]),
-            _mm256_fmadd_ps(a[1], b[1], c[1])
-        ])
+        lane!([_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])])
     }
     #[inline(always)]
     fn max(self, a: Floats, b: Floats) -> Floats {

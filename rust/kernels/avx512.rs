@@ -63,9 +63,9 @@ impl Lanes for Avx512 {
     }
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> __m512 {
-        lane!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()))
-        )))
+        lane!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(
+            p.cast()
+        )))))
     }
     #[inline(always)]
     unsafe fn store(self, p: *mut f32, v: __m512) {
@@ -73,10 +73,7 @@ impl Lanes for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_i8(self, p: *mut i8, v: __m512) {
-        lane!(_mm_storeu_si128(
-            p.cast(),
-            _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v))
-        ))
+        lane!(_mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v))))
     }
 
     #[inline(always)]
@@ -109,28 +106,22 @@ impl Lanes for Avx512 {
     }
     #[inline(always)]
     fn floor(self, a: __m512) -> __m512 {
-        lane!(_mm512_roundscale_ps::<
-            { _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC },
-        >(a))
+        lane!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a))
     }
     #[inline(always)]
     fn round(self, a: __m512) -> __m512 {
-        lane!(_mm512_roundscale_ps::<
-            { _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC },
-        >(a))
+        lane!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
     }
     #[inline(always)]
     fn keep_if_ge(self, a: __m512, b: __m512, v: __m512) -> __m512 {
-        lane!(_mm512_maskz_mov_ps(
-            _mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b),
-            v
-        ))
+        lane!(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b), v))
     }
     #[inline(always)]
     fn exp2_int(self, n: __m512) -> __m512 {
-        lane!(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(
-            _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127))
-        )))
+        lane!(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_add_epi32(
+            _mm512_cvtps_epi32(n),
+            _mm512_set1_epi32(127)
+        ))))
     }
     #[inline(always)]
     fn sum(self, a: __m512) -> f32 {
@@ -225,11 +216,7 @@ impl Lanes for Avx512 {
     }
     #[inline(always)]
     unsafe fn dot_q8_0(self, acc: __m512i, w: __m512i, a: *const i8) -> __m512i {
-        lane!(_mm512_dpbusd_epi32(
-            acc,
-            w,
-            _mm512_set1_epi32(a.cast::<i32>().read_unaligned())
-        ))
+        lane!(_mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(a.cast::<i32>().read_unaligned())))
     }
     #[inline(always)]
     fn add_i32(self, a: __m512i, b: __m512i) -> __m512i {

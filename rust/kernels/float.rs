@@ -9,9 +9,7 @@ use super::lanes::{Element, Kernel, LANES, Lanes};
 /// `(offset, lanes)` of each 16-lane piece of a row of `len` values.
 #[inline(always)]
 pub(super) fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..len)
-        .step_by(LANES)
-        .map(move |i| (i, LANES.min(len - i)))
+    (0..len).step_by(LANES).map(move |i| (i, LANES.min(len - i)))
 }
 
 /// # Safety
@@ -19,13 +17,7 @@ pub(super) fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
 #[inline(always)]
 pub(super) unsafe fn load_piece<L: Lanes, T: Element>(l: L, p: *const T, n: usize) -> L::F {
     // SAFETY: the caller's duty is the same.
-    unsafe {
-        if n == LANES {
-            T::load(l, p)
-        } else {
-            l.load_first(p, n)
-        }
-    }
+    unsafe { if n == LANES { T::load(l, p) } else { l.load_first(p, n) } }
 }
 
 /// # Safety
@@ -33,13 +25,7 @@ pub(super) unsafe fn load_piece<L: Lanes, T: Element>(l: L, p: *const T, n: usiz
 #[inline(always)]
 pub(super) unsafe fn store_piece<L: Lanes>(l: L, p: *mut f32, v: L::F, n: usize) {
     // SAFETY: the caller's duty is the same.
-    unsafe {
-        if n == LANES {
-            l.store(p, v)
-        } else {
-            l.store_first(p, v, n)
-        }
-    }
+    unsafe { if n == LANES { l.store(p, v) } else { l.store_first(p, v, n) } }
 }
 
 /// 1 / sqrt(mean(x^2) + eps).
@@ -73,12 +59,7 @@ impl Kernel for RmsNorm<'_> {
             unsafe {
                 let v = load_piece(l, self.x.as_ptr().add(i), n);
                 let w = load_piece(l, self.weight.as_ptr().add(i), n);
-                store_piece(
-                    l,
-                    self.out.as_mut_ptr().add(i),
-                    l.mul(l.mul(v, scale), w),
-                    n,
-                );
+                store_piece(l, self.out.as_mut_ptr().add(i), l.mul(l.mul(v, scale), w), n);
             }
         }
     }
@@ -87,9 +68,9 @@ impl Kernel for RmsNorm<'_> {
 /// RMSNorm of one head in place, then rotary position embedding (Su et al. 2021) in the half-split
 /// form of the Qwen3 checkpoints: element `i` turns with element `i + head_dim / 2`.
 pub struct NormRope<'a> {
-    pub head: &'a mut [f32],  // [head_dim]
-    pub weight: &'a [f32],    // [head_dim]
-    pub rotation: &'a [f32],  // [head_dim]: head_dim / 2 cosines, then as many sines
+    pub head: &'a mut [f32], // [head_dim]
+    pub weight: &'a [f32],   // [head_dim]
+    pub rotation: &'a [f32], // [head_dim]: head_dim / 2 cosines, then as many sines
     pub eps: f32,
 }
 
@@ -101,11 +82,7 @@ impl Kernel for NormRope<'_> {
         let half = width / 2;
         assert!(self.weight.len() == width && self.rotation.len() == width && half * 2 == width);
         let scale = l.splat(inverse_rms(l, self.head, self.eps));
-        let (head, weight, rotation) = (
-            self.head.as_mut_ptr(),
-            self.weight.as_ptr(),
-            self.rotation.as_ptr(),
-        );
+        let (head, weight, rotation) = (self.head.as_mut_ptr(), self.weight.as_ptr(), self.rotation.as_ptr());
         for (i, n) in pieces(half) {
             // SAFETY: i + n <= half, and all three hold 2 x half values.
             unsafe {
@@ -166,10 +143,7 @@ impl Kernel for AddAssign<'_> {
             // SAFETY: i + n <= the length of both.
             unsafe {
                 let p = self.x.as_mut_ptr().add(i);
-                let sum = l.add(
-                    load_piece(l, p, n),
-                    load_piece(l, self.y.as_ptr().add(i), n),
-                );
+                let sum = l.add(load_piece(l, p, n), load_piece(l, self.y.as_ptr().add(i), n));
                 store_piece(l, p, sum, n);
             }
         }

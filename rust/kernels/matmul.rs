@@ -2,10 +2,10 @@
 //! rows and groups of 16 output rows. Vectors run across output rows, never across `k`, so neither
 //! the lane count nor the tile matters to a result.
 
+use super::Isa;
 use super::float::store_piece;
 use super::lanes::{Element, Kernel, LANES, Lanes, Registers};
 use super::q8_0::{GROUP_BLOCK, MatmulQ8_0, quantized_words};
-use super::Isa;
 use crate::threads::Threads;
 use half::f16;
 use std::ops::Range;
@@ -68,10 +68,7 @@ fn split(
         let group = task % group_tasks * groups_per_task;
         run(
             tiles,
-            Tile {
-                rows: row..m.min(row + ROW_BLOCK),
-                groups: group..groups.min(group + groups_per_task),
-            },
+            Tile { rows: row..m.min(row + ROW_BLOCK), groups: group..groups.min(group + groups_per_task) },
         );
     });
 }
@@ -116,7 +113,7 @@ pub fn matmul_q8_0(
 
 /// `y[n]` = a chain of fused multiply-adds over `k`, ascending, from 0.0.
 struct MatmulFloat<'a, T> {
-    x: &'a [f32],   // [m, k]
+    x: &'a [f32],     // [m, k]
     weights: &'a [T], // [ceil(n / 16)][k][16]
     k: usize,
     out: OutputTiles, // [m, n]

@@ -4,6 +4,7 @@
 //! kernels themselves are in `float`, `q8_0`, `matmul` and `attention`, written once over the 16 lanes of
 //! `lanes`; `portable`, `avx2` and `avx512` are those lanes.
 #![allow(unsafe_code)] // intrinsics and unchecked rows: each block says why it is sound
+#![allow(clippy::needless_range_loop)] // one index runs over registers and memory together
 
 pub mod attention;
 #[cfg(target_arch = "x86_64")]
@@ -59,10 +60,7 @@ impl Isa {
                 let found = available.iter().find(|isa| isa.name() == name);
                 found.copied().ok_or_else(|| {
                     let names: Vec<_> = available.iter().map(Self::name).collect();
-                    Error::argument(format!(
-                        "{ISA_VARIABLE}={name}: this machine runs {}",
-                        names.join(", ")
-                    ))
+                    Error::argument(format!("{ISA_VARIABLE}={name}: this machine runs {}", names.join(", ")))
                 })
             }
             _ => Ok(available[0]),

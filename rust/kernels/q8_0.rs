@@ -50,10 +50,7 @@ impl Kernel for QuantizeActivations<'_> {
                 let inverse = l.splat(if largest > 0.0 { 127.0 / largest } else { 0.0 });
                 scales[b] = largest / 127.0;
                 l.store_i8(quants.as_mut_ptr(), l.round(l.mul(low, inverse)));
-                l.store_i8(
-                    quants.as_mut_ptr().add(LANES),
-                    l.round(l.mul(high, inverse)),
-                );
+                l.store_i8(quants.as_mut_ptr().add(LANES), l.round(l.mul(high, inverse)));
             }
             let sum: i32 = quants.iter().map(|&q| i32::from(q)).sum();
             corrections[b] = -128 * sum;
@@ -64,8 +61,8 @@ impl Kernel for QuantizeActivations<'_> {
 /// Weights to Q8_0, exactly as the `gguf` package does it: each block's scale d = max|x| / 127 in
 /// f32, quants round(x * (1 / d)) with halves away from zero, then d rounded to f16.
 pub struct QuantizeWeights<'a> {
-    pub x: &'a [f32],         // [blocks * 32]
-    pub quants: &'a mut [i8], // [blocks * 32]
+    pub x: &'a [f32],          // [blocks * 32]
+    pub quants: &'a mut [i8],  // [blocks * 32]
     pub scales: &'a mut [f16], // [blocks]
 }
 
@@ -107,7 +104,7 @@ fn round_half_away<L: Lanes>(l: L, x: L::F) -> L::F {
 
 /// See the module's text for the order of operations.
 pub(super) struct MatmulQ8_0<'a> {
-    pub x: &'a [f32],       // [m, quantized_words(blocks)]
+    pub x: &'a [f32],      // [m, quantized_words(blocks)]
     pub quants: &'a [u8],  // [ceil(n / 16)][blocks][8][16][4], value + 128
     pub scales: &'a [f16], // [ceil(n / 16)][blocks][16]
     pub blocks: usize,

@@ -41,18 +41,13 @@ impl Checkpoint {
     /// `File` for what cannot be read, `Model` for what is wrong; both name the file.
     pub fn open(directory: &Path) -> Result<Self> {
         let config_path = directory.join("config.json");
-        let config = Qwen3Config::from_json(&read_json(&config_path)?)
-            .map_err(|e| in_directory(directory, e))?;
+        let config =
+            Qwen3Config::from_json(&read_json(&config_path)?).map_err(|e| in_directory(directory, e))?;
         let index_path = directory.join(INDEX);
-        let shards = if index_path.exists() {
-            read_index(&index_path)?
-        } else {
-            BTreeSet::from([SINGLE.to_owned()])
-        };
-        let files = shards
-            .iter()
-            .map(|name| WeightFile::open(directory.join(name)))
-            .collect::<Result<Vec<_>>>()?;
+        let shards =
+            if index_path.exists() { read_index(&index_path)? } else { BTreeSet::from([SINGLE.to_owned()]) };
+        let files =
+            shards.iter().map(|name| WeightFile::open(directory.join(name))).collect::<Result<Vec<_>>>()?;
         let mut names = HashMap::new();
         for (i, file) in files.iter().enumerate() {
             names.extend(file.metadata.tensors().into_keys().map(|name| (name, i)));
@@ -79,15 +74,14 @@ fn read_json(path: &Path) -> Result<String> {
         return Err(Error::model(format!("{}: too large ({size} bytes)", path.display())));
     }
     let bytes = std::fs::read(path).map_err(failed)?;
-    String::from_utf8(bytes)
-        .map_err(|_| Error::model(format!("{}: not valid UTF-8", path.display())))
+    String::from_utf8(bytes).map_err(|_| Error::model(format!("{}: not valid UTF-8", path.display())))
 }
 
 /// The files that an index names.
 fn read_index(path: &Path) -> Result<BTreeSet<String>> {
     let wrong = |what: String| Error::model(format!("{}: {what}", path.display()));
-    let index: serde_json::Value = serde_json::from_str(&read_json(path)?)
-        .map_err(|e| wrong(format!("not valid JSON: {e}")))?;
+    let index: serde_json::Value =
+        serde_json::from_str(&read_json(path)?).map_err(|e| wrong(format!("not valid JSON: {e}")))?;
     let map = index.get("weight_map").and_then(|map| map.as_object());
     let map = map.ok_or_else(|| wrong("weight_map is missing".into()))?;
     let mut files = BTreeSet::new();
@@ -115,9 +109,8 @@ impl WeightFile {
         // SAFETY: the map is read-only and lives while the model loads. As with every memory map, the
         // file must not be cut short by someone else meanwhile.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::file(&path, e))?;
-        let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| {
-            Error::model(format!("{}: not a whole safetensors file: {e}", path.display()))
-        })?;
+        let (header, metadata) = SafeTensors::read_metadata(&map)
+            .map_err(|e| Error::model(format!("{}: not a whole safetensors file: {e}", path.display())))?;
         Ok(Self { path, data: header + 8, map, metadata })
     }
 }
@@ -136,10 +129,7 @@ impl TensorSource for Checkpoint {
             return Err(wrong(format!("has shape {:?}, expected {expected:?}", info.shape)));
         }
         if !matches!(info.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
-            return Err(wrong(format!(
-                "has dtype {:?}; F32, F16 and BF16 are supported",
-                info.dtype
-            )));
+            return Err(wrong(format!("has dtype {:?}; F32, F16 and BF16 are supported", info.dtype)));
         }
         let (start, end) = info.data_offsets;
         let rows = rows.unwrap_or(1);
@@ -155,11 +145,7 @@ impl TensorSource for Checkpoint {
                 // SAFETY: the pages of a read-only file map come back from the file when they are
                 // read again. This is only advice, so a refusal is nothing to report.
                 let _ = unsafe {
-                    file.map.unchecked_advise_range(
-                        UncheckedAdvice::DontNeed,
-                        start - map,
-                        bytes.len(),
-                    )
+                    file.map.unchecked_advise_range(UncheckedAdvice::DontNeed, start - map, bytes.len())
                 };
             }
         }

@@ -13,14 +13,14 @@ use crate::threads::Threads;
 
 /// The weights of one layer, named as in the checkpoint; shapes are `[out, in]`.
 pub struct LayerWeights {
-    pub input_layernorm: Vec<f32>, // [hidden]
-    pub qkv_proj: PackedWeight,    // q_proj, k_proj, v_proj stacked: [q + 2 kv, hidden]
-    pub q_norm: Vec<f32>,          // [head_dim]
-    pub k_norm: Vec<f32>,          // [head_dim]
-    pub o_proj: PackedWeight,      // [hidden, q]
+    pub input_layernorm: Vec<f32>,          // [hidden]
+    pub qkv_proj: PackedWeight,             // q_proj, k_proj, v_proj stacked: [q + 2 kv, hidden]
+    pub q_norm: Vec<f32>,                   // [head_dim]
+    pub k_norm: Vec<f32>,                   // [head_dim]
+    pub o_proj: PackedWeight,               // [hidden, q]
     pub post_attention_layernorm: Vec<f32>, // [hidden]
-    pub gate_up_proj: PackedWeight, // gate_proj, up_proj stacked: [2 intermediate, hidden]
-    pub down_proj: PackedWeight,   // [hidden, intermediate]
+    pub gate_up_proj: PackedWeight,         // gate_proj, up_proj stacked: [2 intermediate, hidden]
+    pub down_proj: PackedWeight,            // [hidden, intermediate]
 }
 
 /// All weights of a model; the packed ones are in `arena`.
@@ -89,8 +89,7 @@ pub fn load_weights(
         + dtype.packed_bytes(hidden, intermediate);
     let tied = config.tie_word_embeddings;
     let embeddings = if tied { 1 } else { 2 };
-    let bytes =
-        layer_bytes * config.num_hidden_layers + embeddings * dtype.packed_bytes(vocab, hidden);
+    let bytes = layer_bytes * config.num_hidden_layers + embeddings * dtype.packed_bytes(vocab, hidden);
 
     let mut arena = Arena::new(bytes)?;
     let mut pack = |names: &[String], shapes: &[(usize, usize)]| -> Result<PackedWeight> {
@@ -99,8 +98,8 @@ pub fn load_weights(
             .map(|(name, &(rows, cols))| source.tensor(name, Some(rows), cols))
             .collect::<Result<Vec<_>>>()?;
         let release = |bytes: &[u8]| source.release(bytes);
-        let packed = PackedWeight::pack(&mut arena, &sources, dtype, isa, threads, &release)
-            .map_err(|e| match e {
+        let packed =
+            PackedWeight::pack(&mut arena, &sources, dtype, isa, threads, &release).map_err(|e| match e {
                 Error::Model(what) => Error::model(format!("{}: {what}", names.join(" and "))),
                 other => other,
             })?;

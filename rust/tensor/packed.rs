@@ -3,8 +3,7 @@
 use crate::error::{Error, Result};
 use crate::kernels::matmul::{matmul_float, matmul_q8_0};
 use crate::kernels::q8_0::{
-    BLOCK, GROUP_BLOCK, QuantizeActivations, QuantizeWeights, dequantize_packed_row,
-    quantized_words,
+    BLOCK, GROUP_BLOCK, QuantizeActivations, QuantizeWeights, dequantize_packed_row, quantized_words,
 };
 use crate::kernels::{Isa, LANES};
 use crate::threads::Threads;
@@ -26,9 +25,7 @@ impl WeightDtype {
             "q8_0" => Ok(Self::Q8_0),
             "bf16" => Ok(Self::Bf16),
             "f32" => Ok(Self::F32),
-            _ => Err(Error::argument(format!(
-                "dtype must be q8_0, bf16 or f32, not {name:?}"
-            ))),
+            _ => Err(Error::argument(format!("dtype must be q8_0, bf16 or f32, not {name:?}"))),
         }
     }
 
@@ -156,7 +153,10 @@ impl<'a> RowSource<'a> {
 
 enum Layout {
     /// quants `[ceil(n / 16)][blocks][8][16][4]` u8 (value + 128); scales `[ceil(n / 16)][blocks][16]` f16
-    Q8_0 { quants: Range<usize>, scales: Range<usize> },
+    Q8_0 {
+        quants: Range<usize>,
+        scales: Range<usize>,
+    },
     /// `[ceil(n / 16)][k][16]`
     Bf16(Range<usize>),
     F32(Range<usize>),
@@ -373,9 +373,9 @@ fn parts<'s, 'a>(
 /// What packing a group needs, made once a task.
 #[derive(Default)]
 struct Scratch {
-    wide: Vec<f32>,    // [16][k]
-    quants: Vec<i8>,   // [16][k]
-    scales: Vec<f16>,  // [16][k / 32]
+    wide: Vec<f32>,   // [16][k]
+    quants: Vec<i8>,  // [16][k]
+    scales: Vec<f16>, // [16][k / 32]
 }
 
 impl Scratch {
@@ -419,4 +419,3 @@ fn interleave_q8_0(quants: &[i8], scales: &[f16], out: &mut [u8], out_scales: &m
         *out = scales[i % LANES * blocks + i / LANES];
     }
 }
-

@@ -34,9 +34,7 @@ impl KvDtype {
         match name {
             "f32" => Ok(Self::F32),
             "f16" => Ok(Self::F16),
-            _ => Err(Error::argument(format!(
-                "kv_dtype must be f32 or f16, not {name:?}"
-            ))),
+            _ => Err(Error::argument(format!("kv_dtype must be f32 or f16, not {name:?}"))),
         }
     }
 
@@ -83,10 +81,7 @@ impl Tensor {
     /// `Argument` if there are not `rows * cols` of them.
     pub fn from_f32(values: Vec<f32>, shape: [usize; 2]) -> Result<Self> {
         if Some(values.len()) != shape[0].checked_mul(shape[1]) {
-            return Err(Error::argument(format!(
-                "{} values do not fill the shape {shape:?}",
-                values.len()
-            )));
+            return Err(Error::argument(format!("{} values do not fill the shape {shape:?}", values.len())));
         }
         Ok(Self { data: TensorData::F32(values), shape })
     }

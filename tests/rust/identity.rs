@@ -65,8 +65,8 @@ fn every_instruction_set_and_thread_count() {
                 // By decode: other kernels (one row, chunks side by side), the same bits.
                 let mut cache = model.basic_cache(kv);
                 prefill(&model, &mut cache, &tokens[..LENGTH - 20]);
-                for position in LENGTH - 20..LENGTH {
-                    let logits = decode(&model, &mut cache, tokens[position]);
+                for (position, &token) in tokens.iter().enumerate().skip(LENGTH - 20) {
+                    let logits = decode(&model, &mut cache, token);
                     assert!(bits(&logits) == row(expected, &model, position), "{what} decode {position}");
                 }
             }
@@ -132,9 +132,8 @@ fn batch_equals_alone(model: &Qwen3, size: usize, kv: KvDtype) {
     const STEPS: usize = 3;
     let vocab = model.config().vocab_size;
     // One prompt is longer than an attention chunk.
-    let prompts: Vec<_> = (0..size)
-        .map(|i| tokens(model, if i == 1 { 260 } else { 1 + 5 * (i % 9) }, i as u64))
-        .collect();
+    let prompts: Vec<_> =
+        (0..size).map(|i| tokens(model, if i == 1 { 260 } else { 1 + 5 * (i % 9) }, i as u64)).collect();
     let next = tokens(model, size * STEPS, 99);
     let mut together: Vec<_> = (0..size).map(|_| model.basic_cache(kv)).collect();
     for (cache, prompt) in together.iter_mut().zip(&prompts) {
@@ -142,8 +141,7 @@ fn batch_equals_alone(model: &Qwen3, size: usize, kv: KvDtype) {
     }
     let mut batched = Vec::new();
     for step in next.chunks(size) {
-        let mut caches: Vec<&mut dyn KvCache> =
-            together.iter_mut().map(|c| c as &mut dyn KvCache).collect();
+        let mut caches: Vec<&mut dyn KvCache> = together.iter_mut().map(|c| c as &mut dyn KvCache).collect();
         let mut logits = vec![0.0; size * vocab];
         model.decode_batch(&mut caches, step, &|| false, &mut logits).unwrap();
         batched.push(logits);

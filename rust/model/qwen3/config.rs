@@ -66,11 +66,8 @@ impl Qwen3Config {
                 "num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv_heads})"
             ));
         }
-        if self.head_dim % 2 != 0 || self.head_dim == 0 || self.head_dim > MAX_HEAD_DIM {
-            return wrong(format!(
-                "head_dim must be even and 2 to {MAX_HEAD_DIM}, not {}",
-                self.head_dim
-            ));
+        if !self.head_dim.is_multiple_of(2) || self.head_dim == 0 || self.head_dim > MAX_HEAD_DIM {
+            return wrong(format!("head_dim must be even and 2 to {MAX_HEAD_DIM}, not {}", self.head_dim));
         }
         if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 1.0) {
             return wrong(format!("rms_norm_eps must be between 0 and 1, not {}", self.rms_norm_eps));
@@ -103,10 +100,7 @@ impl Qwen3Config {
 fn check_architecture(config: &Map<String, Value>) -> Result<()> {
     let unsupported = |what: String| Err(Error::model(format!("config.json: {what} is not supported")));
     let model_type = config.get("model_type").and_then(Value::as_str);
-    let architecture = config
-        .get("architectures")
-        .and_then(|a| a.get(0))
-        .and_then(Value::as_str);
+    let architecture = config.get("architectures").and_then(|a| a.get(0)).and_then(Value::as_str);
     match (architecture, model_type) {
         (Some("Qwen3ForCausalLM"), _) | (None, Some("qwen3")) => {}
         (Some(name), _) => {
@@ -173,9 +167,7 @@ fn size(config: &Map<String, Value>, name: &str, default: Option<usize>) -> Resu
     };
     match (config.get(name), default) {
         (None | Some(Value::Null), Some(default)) => Ok(default),
-        (None | Some(Value::Null), None) => {
-            Err(Error::model(format!("config.json: {name} is missing")))
-        }
+        (None | Some(Value::Null), None) => Err(Error::model(format!("config.json: {name} is missing"))),
         (Some(value), _) => match value.as_u64().and_then(|n| usize::try_from(n).ok()) {
             Some(n) if (1..=LARGEST_SIZE).contains(&n) => Ok(n),
             _ => wrong(value),
@@ -186,9 +178,9 @@ fn size(config: &Map<String, Value>, name: &str, default: Option<usize>) -> Resu
 fn number(config: &Map<String, Value>, name: &str, default: f64) -> Result<f64> {
     match config.get(name) {
         None | Some(Value::Null) => Ok(default),
-        Some(value) => value.as_f64().ok_or_else(|| {
-            Error::model(format!("config.json: {name} must be a number, not {value}"))
-        }),
+        Some(value) => value
+            .as_f64()
+            .ok_or_else(|| Error::model(format!("config.json: {name} must be a number, not {value}"))),
     }
 }
 
@@ -196,8 +188,6 @@ fn flag(config: &Map<String, Value>, name: &str) -> Result<bool> {
     match config.get(name) {
         None | Some(Value::Null) => Ok(false),
         Some(Value::Bool(value)) => Ok(*value),
-        Some(value) => Err(Error::model(format!(
-            "config.json: {name} must be true or false, not {value}"
-        ))),
+        Some(value) => Err(Error::model(format!("config.json: {name} must be true or false, not {value}"))),
     }
 }

@@ -153,11 +153,8 @@ impl Qwen3 {
                     Logits::Last if last => (chunk.len() - 1, &mut logits[..]),
                     Logits::Last => (chunk.len(), &mut logits[..0]),
                 };
-                let sequences = Sequences {
-                    caches: &mut [&mut *cache],
-                    past: &[past + start],
-                    rows: chunk.len(),
-                };
+                let sequences =
+                    Sequences { caches: &mut [&mut *cache], past: &[past + start], rows: chunk.len() };
                 self.pass(sequences, chunk, first, interrupt, &mut scratch, out)?;
             }
             Ok(())
@@ -193,11 +190,7 @@ impl Qwen3 {
         logits: &mut [f32],
     ) -> Result<()> {
         if tokens.len() != caches.len() {
-            return Err(Error::argument(format!(
-                "{} tokens for {} caches",
-                tokens.len(),
-                caches.len()
-            )));
+            return Err(Error::argument(format!("{} tokens for {} caches", tokens.len(), caches.len())));
         }
         if logits.len() != tokens.len() * self.config.vocab_size {
             return Err(Error::argument(format!(
@@ -286,7 +279,10 @@ impl Qwen3 {
     }
 
     /// A copy of a sequence's keys and values: K and V, `[rows, kv_width]`, of every layer.
-    pub fn snapshot(&self, cache: &dyn KvCache) -> Result<Vec<(crate::tensor::Tensor, crate::tensor::Tensor)>> {
+    pub fn snapshot(
+        &self,
+        cache: &dyn KvCache,
+    ) -> Result<Vec<(crate::tensor::Tensor, crate::tensor::Tensor)>> {
         (0..cache.num_layers()).map(|layer| cache.materialize(layer)).collect()
     }
 
@@ -331,9 +327,7 @@ impl Qwen3 {
         }
         let vocab = self.config.vocab_size;
         if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab) {
-            return Err(Error::argument(format!(
-                "token id {token} is outside the vocabulary of {vocab}"
-            )));
+            return Err(Error::argument(format!("token id {token} is outside the vocabulary of {vocab}")));
         }
         let (past, context) = (cache.seq_len(), self.config.max_position_embeddings);
         if past + tokens.len() > context {

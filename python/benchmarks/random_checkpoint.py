@@ -1,0 +1,76 @@
+"""Writes a random checkpoint of exactly the shape of a released Qwen3 model, for measuring.
+
+    python python/benchmarks/random_checkpoint.py 0.6b /tmp/qwen3-0.6b-random
+
+BF16 safetensors as ``save_pretrained`` writes them, with the demo model's tokenizer, so that
+``qwen-rs generate --model`` runs it; the text means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import safetensors
+
+import qwen_rs
+from qwen_rs.bench import SHAPES
+
+
+def tensors(config: dict[str, object]) -> dict[str, list[int]]:
+    """Every tensor's name and shape."""
+    c = {k: int(v) for k, v in config.items() if isinstance(v, int)}
+    hidden, inner, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    shapes = {"model.embed_tokens.weight": [c["vocab_size"], hidden], "model.norm.weight": [hidden]}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = [c["vocab_size"], hidden]
+    for i in range(c["num_hidden_layers"]):
+        for name, shape in {
+            "input_layernorm": [hidden],
+            "self_attn.q_proj": [q, hidden],
+            "self_attn.k_proj": [kv, hidden],
+            "self_attn.v_proj": [kv, hidden],
+            "self_attn.q_norm": [head],
+            "self_attn.k_norm": [head],
+            "self_attn.o_proj": [hidden, q],
+            "post_attention_layernorm": [hidden],
+            "mlp.gate_proj": [inner, hidden],
+            "mlp.up_proj": [inner, hidden],
+            "mlp.down_proj": [hidden, inner],
+        }.items():
+            shapes[f"model.layers.{i}.{name}.weight"] = shape
+    return shapes
+
+
+def write(directory: Path, shape: str, seed: int = 0) -> None:
+    """Writes the checkpoint; the same seed gives the same bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = SHAPES[shape]
+    rng = np.random.default_rng(seed)
+    data = {}
+    for name, dims in tensors(config).items():
+        if len(dims) == 1:
+            values = np.ones(dims, np.float32)
+        else:
+            values = rng.standard_normal(dims, np.float32) * np.float32(0.02)
+        bf16 = (values.view(np.uint32) >> 16).astype(np.uint16)
+        data[name] = {"dtype": "bfloat16", "shape": dims, "data": bf16.tobytes()}
+    safetensors.serialize_file(data, directory / "model.safetensors", {"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    demo = Path(qwen_rs.__file__).parent / "demo"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, directory)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("directory", type=Path)
+    args = parser.parse_args()
+    write(args.directory, args.shape)

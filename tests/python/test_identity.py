@@ -1,0 +1,99 @@
+"""The same bits on every machine: the demo model's logits for one prompt are stored, and every machine
+that runs this must reproduce them, on each instruction set that it has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import DEMO, GOLDEN
+
+from qwen_rs import LLM, Model, SamplingParams, available_isas
+
+DTYPES = ["f32", "bf16", "q8_0"]
+PROMPT_LENGTH = 280  # longer than an attention chunk
+
+
+def demo_bits(dtype: str, threads: int, kv_dtype: str, backend: str = "simd") -> str:
+    """SHA-256 of the bits of the logits of all positions of a fixed prompt, then of 8 decode steps."""
+    options = {} if backend == "scalar" else {"threads": threads}
+    model = Model.load(DEMO, dtype=dtype, backend=backend, **options)
+    prompt = [(i * i * 31 + 7 * i + 5) % 4096 for i in range(PROMPT_LENGTH)]
+    cache = model.new_cache("basic", kv_dtype=kv_dtype)
+    digest = hashlib.sha256(model.prefill(cache, prompt, all_logits=True).astype("<f4").tobytes())
+    for token in range(100, 108):
+        digest.update(model.decode(cache, token).astype("<f4").tobytes())
+    return digest.hexdigest()
+
+
+def stored() -> dict[str, str]:
+    return json.loads((GOLDEN / "demo_bits.json").read_text())
+
+
+@pytest.mark.parametrize("isa", available_isas())
+def test_this_machine_reproduces_the_stored_bits(isa: str) -> None:
+    print(f"instruction set {isa}, forced; this machine has {', '.join(available_isas())}")
+    program = (
+        "import json, test_identity as t\n"
+        "print(json.dumps({f'{d} {k}': t.demo_bits(d, 2, k) for d in t.DTYPES for k in ('f32', 'f16')}))"
+    )
+    environment = os.environ | {"QWEN_RS_ISA": isa, "PYTHONPATH": os.path.dirname(__file__)}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(result.stdout) == stored()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads_gives_the_stored_bits(threads: int) -> None:
+    assert demo_bits("q8_0", threads, "f32") == stored()["q8_0 f32"]
+
+
+def test_the_scalar_backend_gives_the_stored_bits() -> None:
+    assert demo_bits("q8_0", 1, "f16", "scalar") == stored()["q8_0 f16"]
+
+
+@pytest.mark.parametrize("kv", ["basic", "paged", "concat"])
+def test_a_list_of_prompts_gives_what_each_gives_alone(kv: str) -> None:
+    llm = LLM("demo", kv=kv)
+    text = "Mr. Knightley, a sensible man about seven or eight-and-thirty, was not only a very old"
+    ids = llm.tokenizer.encode(text)
+    prompts = [ids[:n] for n in range(1, len(ids))] + [[5], ids[3:]]
+    for params in (
+        SamplingParams(max_tokens=12, temperature=0),
+        SamplingParams(max_tokens=12, temperature=0.9, top_k=40, top_p=0.9, seed=3, repetition_penalty=1.1),
+    ):
+        together = llm.generate(prompts, params)
+        alone = [llm.generate(prompt, params) for prompt in prompts]
+        assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+        assert [o.text for o in together] == [o.text for o in alone]
+
+
+def test_prompts_that_begin_alike_share_the_beginning_in_a_paged_cache() -> None:
+    llm = LLM("demo", kv="paged")
+    common = llm.tokenizer.encode("Emma Woodhouse, handsome, clever, and rich, with a comfortable home ")
+    prompts = [[*common, i] for i in (10, 20, 30)]
+    params = SamplingParams(max_tokens=8, temperature=0)
+    outputs = llm.generate(prompts, params)
+    assert [o.metrics.cached_tokens for o in outputs] == [len(common)] * 3
+    basic = LLM("demo")
+    assert [o.token_ids for o in outputs] == [basic.generate(p, params).token_ids for p in prompts]
+
+
+def test_snapshot_goes_on_in_a_new_cache() -> None:
+    model = Model.load(DEMO)
+    cache = model.new_cache()
+    model.prefill(cache, list(range(50)))
+    other = model.new_cache("concat", kv_dtype="f32")
+    model.restore(other, model.snapshot(cache))
+    assert np.array_equal(model.decode(cache, 7), model.decode(other, 7))
+
+
+if __name__ == "__main__":  # store the bits: python tests/python/test_identity.py
+    bits = {f"{d} {k}": demo_bits(d, 2, k) for d in DTYPES for k in ("f32", "f16")}
+    (GOLDEN / "demo_bits.json").write_text(json.dumps(bits, indent=1) + "\n")

@@ -1,0 +1,324 @@
+//! Every kernel that this CPU has against the portable one, with `==`, at every remainder of rows,
+//! columns and depth; and the portable one against plain arithmetic.
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+use qwen_rs::kernels::attention::{AttentionRow, CHUNK, KvRun, KvSource, MergeChunks, partial_len};
+use qwen_rs::kernels::float::{AddAssign, ExpSum, NormRope, RmsNorm, SwiGlu};
+use qwen_rs::kernels::matmul::{matmul_float, matmul_q8_0};
+use qwen_rs::kernels::q8_0::{BLOCK, QuantizeActivations, QuantizeWeights, quantized_words};
+use qwen_rs::kernels::{Element, Isa, LANES};
+use qwen_rs::threads::Threads;
+use std::marker::PhantomData;
+
+/// Numbers of many magnitudes, the same everywhere.
+fn numbers(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2) + 1;
+    (0..count)
+        .map(|_| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let mantissa = (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+            mantissa * 2f32.powi((state >> 20) as i32 % 6)
+        })
+        .collect()
+}
+
+fn bits(x: &[f32]) -> Vec<u32> {
+    x.iter().map(|x| x.to_bits()).collect()
+}
+
+/// Runs `f` on every instruction set; all results must be the portable one's.
+fn same_everywhere(what: &str, f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
+    let expected = f(Isa::PORTABLE);
+    for isa in Isa::available() {
+        assert!(bits(&f(isa)) == bits(&expected), "{what} on {isa:?}");
+    }
+    expected
+}
+
+#[test]
+fn row_operations() {
+    println!("instruction sets: {:?}", Isa::available());
+    for width in (1..70).chain([128, 1024, 3072]) {
+        let (x, y) = (numbers(width, 1), numbers(width, 2));
+        let norm = same_everywhere("rms_norm", |isa| {
+            let mut out = vec![0.0; width];
+            isa.run(RmsNorm { x: &x, weight: &y, out: &mut out, eps: 1e-6 });
+            out
+        });
+        let mean = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / width as f64;
+        for i in 0..width {
+            let expected = f64::from(x[i]) / (mean + 1e-6).sqrt() * f64::from(y[i]);
+            assert!((f64::from(norm[i]) - expected).abs() <= 1e-5 * expected.abs() + 1e-30);
+        }
+        let swiglu = same_everywhere("swiglu", |isa| {
+            let mut out = vec![0.0; width];
+            isa.run(SwiGlu { gate: &x, up: &y, out: &mut out });
+            out
+        });
+        for i in 0..width {
+            let (x, y) = (f64::from(x[i]), f64::from(y[i]));
+            let expected = x / (1.0 + (-x).exp()) * y;
+            assert!((f64::from(swiglu[i]) - expected).abs() <= 1e-5 * expected.abs() + 1e-30);
+        }
+        same_everywhere("add", |isa| {
+            let mut out = x.clone();
+            isa.run(AddAssign { x: &mut out, y: &y });
+            out
+        });
+        same_everywhere("exp_sum", |isa| {
+            let mut out = x.clone();
+            let sum = isa.run(ExpSum { x: &mut out, largest: 30.0 });
+            out.push(sum);
+            out
+        });
+        if width % 2 == 0 {
+            let rotation = numbers(width, 3);
+            same_everywhere("norm_rope", |isa| {
+                let mut head = x.clone();
+                isa.run(NormRope { head: &mut head, weight: &y, rotation: &rotation, eps: 1e-6 });
+                head
+            });
+        }
+    }
+}
+
+#[test]
+fn swiglu_at_the_ends_of_the_range() {
+    let gate = [-1e30, -1000.0, -88.5, -87.5, -0.0, 0.0, 87.5, 1000.0, 1e30, f32::MIN_POSITIVE];
+    let out = same_everywhere("swiglu", |isa| {
+        let mut out = [1.0; 10];
+        isa.run(SwiGlu { gate: &gate, up: &[1.0; 10], out: &mut out });
+        out.to_vec()
+    });
+    assert!(out.iter().all(|x| x.is_finite()));
+    assert_eq!(&out[6..9], &gate[6..9]);
+    assert!(out[1].abs() < 1e-30);
+}
+
+#[test]
+fn exp_is_within_two_units_in_the_last_place() {
+    let x: Vec<f32> = (0..200_000).map(|i| -(i as f32) * 87.0 / 200_000.0).collect();
+    let y = same_everywhere("exp", |isa| {
+        let mut y = x.clone();
+        isa.run(ExpSum { x: &mut y, largest: 0.0 });
+        y
+    });
+    for (x, y) in x.iter().zip(y) {
+        let expected = f64::from(*x).exp();
+        let ulp = f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
+        assert!((f64::from(y) - expected).abs() <= 2.0 * ulp, "exp({x}) = {y}");
+    }
+}
+
+/// `[n, k]` to `[ceil(n / 16)][k][16]`.
+fn pack<T: Copy>(w: &[T], n: usize, k: usize, zero: T) -> Vec<T> {
+    let mut packed = vec![zero; n.div_ceil(LANES) * k * LANES];
+    for row in 0..n {
+        for i in 0..k {
+            packed[(row / LANES * k + i) * LANES + row % LANES] = w[row * k + i];
+        }
+    }
+    packed
+}
+
+fn check_float<T: Element>(m: usize, n: usize, k: usize, w: &[T], zero: T) {
+    let x = numbers(m * k, 5);
+    let packed = pack(w, n, k, zero);
+    // The law, word for word.
+    let mut expected = vec![0f32; m * n];
+    for (i, y) in expected.iter_mut().enumerate() {
+        for j in 0..k {
+            *y = x[i / n * k + j].mul_add(w[i % n * k + j].widen(), *y);
+        }
+    }
+    for isa in Isa::available() {
+        for threads in [1, 2] {
+            let threads = Threads::new(threads).unwrap();
+            let mut out = vec![f32::NAN; m * n];
+            matmul_float(isa, &threads, &x, &packed, k, n, &mut out);
+            assert!(bits(&out) == bits(&expected), "{m} x {n} x {k} on {isa:?}");
+        }
+    }
+}
+
+fn check_q8_0(m: usize, n: usize, k: usize) {
+    let blocks = k.div_ceil(BLOCK);
+    let padded = blocks * BLOCK;
+    let x = numbers(m * k, 6);
+    let mut w = numbers(n * padded, 7);
+    for row in w.chunks_mut(padded) {
+        row[k..].fill(0.0);
+    }
+    let (mut quants, mut scales) = (vec![0i8; n * padded], vec![f16::ZERO; n * blocks]);
+    Isa::PORTABLE.run(QuantizeWeights { x: &w, quants: &mut quants, scales: &mut scales });
+    let groups = n.div_ceil(LANES);
+    let mut packed = vec![128u8; groups * padded * LANES];
+    let mut packed_scales = vec![f16::ZERO; groups * blocks * LANES];
+    for row in 0..n {
+        for i in 0..padded {
+            let quad = (row / LANES * padded + i / 4 * 4) * LANES;
+            packed[quad + row % LANES * 4 + i % 4] = (i16::from(quants[row * padded + i]) + 128) as u8;
+        }
+        for b in 0..blocks {
+            packed_scales[(row / LANES * blocks + b) * LANES + row % LANES] = scales[row * blocks + b];
+        }
+    }
+    let words = quantized_words(blocks);
+    let activations = same_everywhere("quantize", |isa| {
+        let mut out = vec![0.0; m * words];
+        for (x, out) in x.chunks(k).zip(out.chunks_mut(words)) {
+            isa.run(QuantizeActivations { x, out });
+        }
+        out
+    });
+    // The law, word for word.
+    let mut expected = vec![0f32; m * n];
+    for (i, y) in expected.iter_mut().enumerate() {
+        let (row, column) = (&activations[i / n * words..(i / n + 1) * words], i % n);
+        let values: &[i8] = bytemuck::cast_slice(&row[..padded / 4]);
+        for b in 0..blocks {
+            let pairs = values[b * BLOCK..(b + 1) * BLOCK].iter().zip(&quants[column * padded + b * BLOCK..]);
+            let dot: i32 = pairs.map(|(&a, &w)| i32::from(a) * i32::from(w)).sum();
+            let scale = scales[column * blocks + b].to_f32() * row[padded / 4 + b];
+            *y = (dot as f32).mul_add(scale, *y);
+        }
+    }
+    for isa in Isa::available() {
+        for threads in [1, 2] {
+            let threads = Threads::new(threads).unwrap();
+            let mut out = vec![f32::NAN; m * n];
+            let weights = (&packed[..], &packed_scales[..]);
+            matmul_q8_0(isa, &threads, &activations, weights, blocks, n, &mut out);
+            assert!(bits(&out) == bits(&expected), "{m} x {n} x {k} on {isa:?}");
+        }
+    }
+}
+
+#[test]
+fn matmul_at_every_number_of_rows() {
+    for m in (1..30).chain([255, 256, 257, 300]) {
+        let (n, k) = (37, 70);
+        check_float(m, n, k, &numbers(n * k, 8), 0.0);
+        check_q8_0(m, n, k);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn matmul_of_any_shape(m in 1usize..20, n in 1usize..300, k in 1usize..200) {
+        let w = numbers(n * k, 9);
+        check_float(m, n, k, &w, 0.0);
+        let halves: Vec<bf16> = w.iter().map(|&x| bf16::from_f32(x)).collect();
+        check_float(m, n, k, &halves, bf16::ZERO);
+        check_q8_0(m, n, k);
+    }
+
+    #[test]
+    fn attention_of_any_shape(
+        heads in 1usize..6, half in 1usize..129, context in 1usize..700, run in 1usize..300,
+    ) {
+        let width = 2 * half;
+        check_attention::<f32>(heads, width, context, run, |x| x);
+        check_attention::<f16>(heads, width, context, run, f16::from_f32);
+    }
+}
+
+#[test]
+fn attention_at_the_widths_of_released_models() {
+    for heads in 1..6 {
+        for width in [64, 128] {
+            for context in [1, 15, 16, 17, 255, 256, 257, 512, 600] {
+                check_attention::<f32>(heads, width, context, 64, |x| x);
+                check_attention::<f16>(heads, width, context, 1000, f16::from_f32);
+            }
+        }
+    }
+}
+
+/// Keys and values lent in runs of a fixed number of rows.
+struct Lent<T> {
+    k: Vec<T>,
+    v: Vec<T>,
+    width: usize,
+    run: usize,
+}
+
+impl<T> KvSource<T> for Lent<T> {
+    fn run_from(&self, position: usize) -> KvRun<'_, T> {
+        let all = self.k.len() / self.width;
+        let rows = (self.run - position % self.run).min(all - position);
+        let part = position * self.width..(position + rows) * self.width;
+        KvRun { k: &self.k[part.clone()], v: &self.v[part], stride: self.width, rows }
+    }
+}
+
+fn check_attention<T: Element>(
+    heads: usize,
+    width: usize,
+    context: usize,
+    run: usize,
+    narrow: impl Fn(f32) -> T,
+) {
+    let q = numbers(heads * width, 10);
+    let rows = |seed| numbers(context * width, seed).into_iter().map(&narrow).collect::<Vec<T>>();
+    let lent = Lent { k: rows(11), v: rows(12), width, run };
+    let scale = 0.3 / (width as f32).sqrt();
+    let attend = |isa: Isa, source: &Lent<T>| {
+        let mut out = vec![f32::NAN; heads * width];
+        isa.run(AttentionRow::<T, _> {
+            q: &q,
+            head_dim: width,
+            source,
+            context,
+            scale,
+            out: &mut out,
+            element: PhantomData,
+        });
+        out
+    };
+    let out = same_everywhere("attention", |isa| attend(isa, &lent));
+    let whole = Lent { run: 1 << 20, ..Lent { k: lent.k.clone(), v: lent.v.clone(), ..lent } };
+    assert!(bits(&attend(Isa::PORTABLE, &whole)) == bits(&out), "in one run or in many");
+    // Against softmax in f64.
+    for h in 0..heads {
+        let q = &q[h * width..(h + 1) * width];
+        let dot =
+            |k: &[T]| -> f64 { q.iter().zip(k).map(|(&q, &k)| f64::from(q) * f64::from(k.widen())).sum() };
+        let scores: Vec<f64> = whole.k.chunks(width).map(|k| dot(k) * f64::from(scale)).collect();
+        let largest = scores.iter().copied().fold(f64::MIN, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|s| (s - largest).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        for i in 0..width {
+            let values = whole.v.chunks(width).map(|v| f64::from(v[i].widen()));
+            let expected: f64 = weights.iter().zip(values).map(|(w, v)| w * v / total).sum();
+            let error = (f64::from(out[h * width + i]) - expected).abs();
+            assert!(error < 2e-3, "{error} at {h}, {i} of {heads} x {width} x {context}");
+        }
+    }
+}
+
+#[test]
+fn merging_chunks_of_very_different_size() {
+    let width = 32;
+    let chunks = 5;
+    let len = partial_len(width);
+    let mut partials = numbers(chunks * len, 13);
+    for c in 0..chunks {
+        partials[c * len + width] = [0.0, -200.0, 5.0, 5.0, 80.0][c];
+        partials[c * len + width + 1] = 1.0 + c as f32;
+    }
+    let out = same_everywhere("merge", |isa| {
+        let mut out = vec![0.0; width];
+        isa.run(MergeChunks { partials: &partials, stride: len, chunks, out: &mut out });
+        out
+    });
+    // The last chunk outweighs all others by e^75.
+    for i in 0..width {
+        let expected = partials[4 * len + i] / 5.0;
+        assert!((out[i] - expected).abs() <= 1e-6 * expected.abs());
+    }
+    assert_eq!(CHUNK, 256, "the chunk is part of the arithmetic law: stored bits depend on it");
+}
