@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
-import safetensors
 
 import qwen_rs
 from qwen_rs.bench import SHAPES
@@ -51,15 +52,21 @@ def write(directory: Path, shape: str, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape]
     rng = np.random.default_rng(seed)
-    data = {}
+    # Written as it is made: the format is an 8-byte length, a JSON header, then the bytes.
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, dims in tensors(config).items():
-        if len(dims) == 1:
-            values = np.ones(dims, np.float32)
-        else:
-            values = rng.standard_normal(dims, np.float32) * np.float32(0.02)
-        bf16 = (values.view(np.uint32) >> 16).astype(np.uint16)
-        data[name] = {"dtype": "bfloat16", "shape": dims, "data": bf16.tobytes()}
-    safetensors.serialize_file(data, directory / "model.safetensors", {"format": "pt"})
+        start, end = end, end + 2 * math.prod(dims)
+        header[name] = {"dtype": "BF16", "shape": dims, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for dims in tensors(config).values():
+            if len(dims) == 1:
+                values = np.ones(dims, np.float32)
+            else:
+                values = rng.standard_normal(dims, np.float32) * np.float32(0.02)
+            file.write((values.view(np.uint32) >> 16).astype("<u2").tobytes())
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     demo = Path(qwen_rs.__file__).parent / "demo"
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from os.path import commonpath
 from types import TracebackType
 from typing import Any, overload
 
@@ -174,8 +173,7 @@ class LLM:
         Raises:
             as ``generate``, before the first piece.
         """
-        state = self._start(self._encode(prompt), self._resolve(params), self._caches(1)[0])
-        return self._pieces(state)
+        return self.pieces(self.start(prompt, params))
 
     def chat(
         self,
@@ -254,9 +252,6 @@ class LLM:
 
     def pieces(self, state: SequenceState) -> Iterator[Piece]:
         """The pieces of a sequence until it ends."""
-        return self._pieces(state)
-
-    def _pieces(self, state: SequenceState) -> Iterator[Piece]:
         model = self.model
         text = self._prefill(state)
         while state.finish_reason is None:
@@ -303,7 +298,7 @@ class LLM:
             return self._caches(len(prompts)), 0
         pool = self._pool(len(prompts))
         # The last token of a prompt is always run: its logits are needed.
-        shared = min(len(commonpath([list(p) for p in prompts])), min(map(len, prompts)) - 1)
+        shared = min(_common(prompts), min(map(len, prompts)) - 1)
         if shared == 0:
             return [pool.new_cache() for _ in prompts], 0
         first = pool.new_cache()

@@ -130,71 +130,74 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
         }
     }
 
-    /// Each contiguous part: `(its rows, its first position less the chunk's, how many rows)`.
+    /// The contiguous rows from a position on, at most to the end of the chunk.
     #[inline(always)]
-    fn for_each_run(&self, mut f: impl FnMut(KvRun<'_, T>, usize, usize)) {
-        let mut position = self.positions.start;
-        while position < self.positions.end {
-            let run = self.source.run_from(position);
-            run.check(self.width);
-            let rows = run.rows.min(self.positions.end - position);
-            assert!(rows > 0, "a cache lent no rows at position {position}");
-            f(run, position - self.positions.start, rows);
-            position += rows;
-        }
+    fn run_from(&self, position: usize) -> KvRun<'_, T> {
+        let mut run = self.source.run_from(position);
+        run.check(self.width);
+        run.rows = run.rows.min(self.positions.end - position);
+        assert!(run.rows > 0, "a cache lent no rows at position {position}");
+        run
     }
 
     /// `scores[h][t] = (q_h . k_t) * scale`.
     #[inline(always)]
     fn scores<L: Lanes, const H: usize, const P: usize>(&self, l: L, scores: &mut [[f32; CHUNK]; H]) {
-        let width = self.width;
         let scale = l.splat(self.scale);
-        // SAFETY (both blocks): row r of the run holds `width` values, r < rows (`KvRun::check`); q
-        // holds H x width; a chunk's scores hold CHUNK >= first + rows values.
-        let dots = |k: *const T| -> [L::F; H] {
-            let mut acc = [l.splat(0.0); H];
-            // SAFETY: above.
-            unsafe {
-                if P > 0 {
-                    for j in 0..P {
-                        let k = T::load(l, k.add(j * LANES));
-                        for (h, acc) in acc.iter_mut().enumerate() {
-                            let q = l.load(self.q.as_ptr().add(h * width + j * LANES));
-                            *acc = l.mul_add(q, k, *acc);
-                        }
-                    }
-                } else {
-                    for (i, n) in pieces(width) {
-                        let k = load_piece(l, k.add(i), n);
-                        for (h, acc) in acc.iter_mut().enumerate() {
-                            let q = load_piece(l, self.q.as_ptr().add(h * width + i), n);
-                            *acc = l.mul_add(q, k, *acc);
-                        }
-                    }
-                }
-            }
-            acc
-        };
-        self.for_each_run(|run, first, rows| {
+        let mut position = self.positions.start;
+        while position < self.positions.end {
+            let run = self.run_from(position);
+            let first = position - self.positions.start;
             let mut row = 0;
-            while row < rows {
-                let n = LANES.min(rows - row);
+            while row < run.rows {
+                let n = LANES.min(run.rows - row);
                 let mut sums = [[l.splat(0.0); LANES]; H];
                 for r in 0..n {
-                    // SAFETY: above.
-                    let acc = dots(unsafe { run.k.as_ptr().add((row + r) * run.stride) });
+                    // SAFETY: row `row + r` of the run holds `width` values (`KvRun::check`).
+                    let dots =
+                        unsafe { self.dot_row::<L, H, P>(l, run.k.as_ptr().add((row + r) * run.stride)) };
                     for h in 0..H {
-                        sums[h][r] = acc[h];
+                        sums[h][r] = dots[h];
                     }
                 }
                 for h in 0..H {
                     let dots = l.mul(l.sum_each(&sums[h]), scale);
-                    // SAFETY: above.
+                    // SAFETY: a chunk's scores hold CHUNK >= first + row + n values.
                     unsafe { store_piece(l, scores[h].as_mut_ptr().add(first + row), dots, n) };
                 }
                 row += n;
             }
-        });
+            position += run.rows;
+        }
+    }
+
+    /// The 16 lanes of `q_h . k`, element `i` in lane `i mod 16`, for each of the heads.
+    ///
+    /// # Safety
+    /// `k` is valid for reading `width` values.
+    #[inline(always)]
+    unsafe fn dot_row<L: Lanes, const H: usize, const P: usize>(&self, l: L, k: *const T) -> [L::F; H] {
+        let (width, q) = (self.width, self.q.as_ptr());
+        let mut acc = [l.splat(0.0); H];
+        // SAFETY: `k` holds `width` values, `q` holds H x `width`; P x 16 is `width` or P is 0.
+        unsafe {
+            if P > 0 {
+                for j in 0..P {
+                    let k = T::load(l, k.add(j * LANES));
+                    for h in 0..H {
+                        acc[h] = l.mul_add(l.load(q.add(h * width + j * LANES)), k, acc[h]);
+                    }
+                }
+            } else {
+                for (i, n) in pieces(width) {
+                    let k = load_piece(l, k.add(i), n);
+                    for h in 0..H {
+                        acc[h] = l.mul_add(load_piece(l, q.add(h * width + i), n), k, acc[h]);
+                    }
+                }
+            }
+        }
+        acc
     }
 
     /// `out[h][piece..piece + P] = sum over t of weights[h][t] * v_t`, t ascending, into `partials`
@@ -212,23 +215,28 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
         let offset = piece * LANES;
         let last = LANES.min(width - (piece + P - 1) * LANES); // lanes of the last piece
         let mut acc = [[l.splat(0.0); P]; H];
-        self.for_each_run(|run, first, rows| {
-            for r in 0..rows {
+        let mut position = self.positions.start;
+        while position < self.positions.end {
+            let run = self.run_from(position);
+            let first = position - self.positions.start;
+            for r in 0..run.rows {
                 // SAFETY: row r of the run holds `width` values (`KvRun::check`), of which pieces
-                // `piece..piece + P` are read, the last one in part where the width ends in it.
+                // `piece..piece + P` are read, the last one in part where the width ends in it; a
+                // chunk has CHUNK >= first + rows weights.
                 unsafe {
                     let v = run.v.as_ptr().add(r * run.stride + offset);
                     for j in 0..P {
                         let n = if j + 1 == P { last } else { LANES };
                         let v = load_piece(l, v.add(j * LANES), n);
                         for h in 0..H {
-                            let weight = l.splat(*weights[h].get_unchecked(first + r));
+                            let weight = l.splat(*weights.get_unchecked(h).get_unchecked(first + r));
                             acc[h][j] = l.mul_add(weight, v, acc[h][j]);
                         }
                     }
                 }
             }
-        });
+            position += run.rows;
+        }
         for (h, acc) in acc.iter().enumerate() {
             let out = &mut partials[(head + h) * partial_len(width) + offset..];
             for (j, &acc) in acc.iter().enumerate() {

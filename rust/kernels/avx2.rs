@@ -70,11 +70,13 @@ impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn load_bf16(self, p: *const bf16) -> Floats {
         lane! {{
-            let widen = |p| {
-                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p))))
-            };
             let p = p.cast::<__m128i>();
-            [widen(p), widen(p.add(1))]
+            let low = _mm256_cvtepu16_epi32(_mm_loadu_si128(p));
+            let high = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.add(1)));
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(low)),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(high)),
+            ]
         }}
     }
     #[inline(always)]
@@ -146,11 +148,15 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn exp2_int(self, n: Floats) -> Floats {
         lane! {{
-            let power = |n| {
-                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
-            };
-            [power(n[0]), power(n[1])]
+            let bias = _mm256_set1_epi32(127);
+            let biased = [
+                _mm256_add_epi32(_mm256_cvtps_epi32(n[0]), bias),
+                _mm256_add_epi32(_mm256_cvtps_epi32(n[1]), bias),
+            ];
+            [
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased[0])),
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased[1])),
+            ]
         }}
     }
     #[inline(always)]
@@ -175,30 +181,34 @@ impl Lanes for Avx2 {
     fn sum_each(self, rows: &[Floats; 16]) -> Floats {
         // The tree of the AVX-512 version, for 8 rows at a time.
         lane! {{
-            let eight = |first: usize| {
-                let two_rows = |e: usize| {
-                    let [a, b] = [rows[first + e], rows[first + 4 + e]];
+            let mut out = rows[0];
+            for half in 0..2 {
+                let mut two = [rows[0][0]; 4];
+                for e in 0..4 {
+                    let [a, b] = [rows[8 * half + e], rows[8 * half + 4 + e]];
                     let (a, b) = (_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1])); // 16 to 8
-                    _mm256_add_ps(
+                    // 8 to 4: [a, b]
+                    two[e] = _mm256_add_ps(
                         _mm256_permute2f128_ps::<0x20>(a, b),
                         _mm256_permute2f128_ps::<0x31>(a, b),
-                    ) // 8 to 4: [a, b]
-                };
-                let four_rows = |a: __m256, b: __m256| {
-                    let (a, b) = (_mm256_castps_pd(a), _mm256_castps_pd(b));
-                    _mm256_add_ps(
+                    );
+                }
+                let mut four = [rows[0][0]; 2];
+                for e in 0..2 {
+                    // 4 to 2
+                    let (a, b) = (_mm256_castps_pd(two[2 * e]), _mm256_castps_pd(two[2 * e + 1]));
+                    four[e] = _mm256_add_ps(
                         _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
                         _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)),
-                    ) // 4 to 2
-                };
-                let t = four_rows(two_rows(0), two_rows(1));
-                let u = four_rows(two_rows(2), two_rows(3));
-                _mm256_add_ps(
-                    _mm256_shuffle_ps::<0x88>(t, u),
-                    _mm256_shuffle_ps::<0xDD>(t, u),
-                ) // 2 to 1
-            };
-            [eight(0), eight(8)]
+                    );
+                }
+                // 2 to 1
+                out[half] = _mm256_add_ps(
+                    _mm256_shuffle_ps::<0x88>(four[0], four[1]),
+                    _mm256_shuffle_ps::<0xDD>(four[0], four[1]),
+                );
+            }
+            out
         }}
     }
     #[inline(always)]
@@ -207,10 +217,11 @@ impl Lanes for Avx2 {
             let mut out = *rows;
             for (row_half, column_half) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
                 // An 8 x 8 quarter: rows 8 row_half.., columns 8 column_half..
-                let row = |i: usize| rows[8 * row_half + i][column_half];
-                let mut t = [row(0); 8];
+                let mut t = [rows[0][0]; 8];
                 for r in 0..2 {
-                    let [a, b, c, d] = [row(4 * r), row(4 * r + 1), row(4 * r + 2), row(4 * r + 3)];
+                    let i = 8 * row_half + 4 * r;
+                    let [a, b] = [rows[i][column_half], rows[i + 1][column_half]];
+                    let [c, d] = [rows[i + 2][column_half], rows[i + 3][column_half]];
                     let ab = _mm256_castps_pd(_mm256_unpacklo_ps(a, b));
                     let cd = _mm256_castps_pd(_mm256_unpacklo_ps(c, d));
                     let ab_high = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));
@@ -250,14 +261,13 @@ impl Lanes for Avx2 {
         lane! {{
             let a = _mm256_set1_epi32(a.cast::<i32>().read_unaligned());
             let ones = _mm256_set1_epi16(1);
-            let dot = |acc, magnitude, signed| {
-                let pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(a, signed));
-                _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, ones))
-            };
-            [
-                dot(acc[0], w.magnitude[0], w.signed[0]),
-                dot(acc[1], w.magnitude[1], w.signed[1]),
-            ]
+            let mut out = acc;
+            for half in 0..2 {
+                let signed = _mm256_sign_epi8(a, w.signed[half]);
+                let pairs = _mm256_maddubs_epi16(w.magnitude[half], signed);
+                out[half] = _mm256_add_epi32(acc[half], _mm256_madd_epi16(pairs, ones));
+            }
+            out
         }}
     }
     #[inline(always)]

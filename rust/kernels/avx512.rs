@@ -146,33 +146,39 @@ impl Lanes for Avx512 {
         // A tree over the 16 vectors; each step does the same fold for two rows at a time, and rows
         // e, 4 + e, 8 + e and 12 + e meet in one vector so that lane i ends as row i.
         lane! {{
-            let four = |e: usize| {
-                let fold = |a: __m512, b: __m512| {
-                    _mm512_add_ps(
-                        _mm512_shuffle_f32x4::<0x44>(a, b),
-                        _mm512_shuffle_f32x4::<0xEE>(a, b),
-                    )
-                }; // 16 to 8: [a, a, b, b]
-                let p = fold(rows[e], rows[4 + e]);
-                let q = fold(rows[8 + e], rows[12 + e]);
-                _mm512_add_ps(
+            let mut four = [rows[0]; 4];
+            for e in 0..4 {
+                // 16 to 8: [a, a, b, b]
+                let (a, b) = (rows[e], rows[4 + e]);
+                let p = _mm512_add_ps(
+                    _mm512_shuffle_f32x4::<0x44>(a, b),
+                    _mm512_shuffle_f32x4::<0xEE>(a, b),
+                );
+                let (c, d) = (rows[8 + e], rows[12 + e]);
+                let q = _mm512_add_ps(
+                    _mm512_shuffle_f32x4::<0x44>(c, d),
+                    _mm512_shuffle_f32x4::<0xEE>(c, d),
+                );
+                // 8 to 4: [a, b, c, d]
+                four[e] = _mm512_add_ps(
                     _mm512_shuffle_f32x4::<0x88>(p, q),
                     _mm512_shuffle_f32x4::<0xDD>(p, q),
-                ) // 8 to 4: [a, b, c, d]
-            };
-            let two = |a: __m512, b: __m512| {
-                let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
-                _mm512_add_ps(
+                );
+            }
+            let mut two = [rows[0]; 2];
+            for e in 0..2 {
+                // 4 to 2
+                let (a, b) = (_mm512_castps_pd(four[2 * e]), _mm512_castps_pd(four[2 * e + 1]));
+                two[e] = _mm512_add_ps(
                     _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
                     _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)),
-                )
-            }; // 4 to 2
-            let t = two(four(0), four(1));
-            let u = two(four(2), four(3));
+                );
+            }
+            // 2 to 1
             _mm512_add_ps(
-                _mm512_shuffle_ps::<0x88>(t, u),
-                _mm512_shuffle_ps::<0xDD>(t, u),
-            ) // 2 to 1
+                _mm512_shuffle_ps::<0x88>(two[0], two[1]),
+                _mm512_shuffle_ps::<0xDD>(two[0], two[1]),
+            )
         }}
     }
     #[inline(always)]
