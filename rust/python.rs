@@ -4,9 +4,9 @@
 use crate::backend::{Backend, Phase, ScalarBackend, SimdBackend};
 use crate::cache::{BlockPool, KvCache, PagedKvCache};
 use crate::error::Error;
-use crate::kernels::Isa;
-use crate::loader::{Checkpoint, load_weights};
-use crate::model::qwen3::{Logits, Qwen3};
+use crate::kernels::{Isa, peak};
+use crate::loader::{Checkpoint, RandomWeights, load_weights};
+use crate::model::qwen3::{Logits, Qwen3, Qwen3Config};
 use crate::sampler;
 use crate::tensor::{BlockQ8_0, KvDtype, Tensor, TensorData, WeightDtype};
 use crate::threads::Threads;
@@ -114,6 +114,17 @@ fn token_ids(tokens: Vec<i64>) -> PyResult<Vec<u32>> {
     tokens.into_iter().map(convert).collect()
 }
 
+fn new_backend(name: &str, threads: Option<usize>) -> PyResult<Box<dyn Backend>> {
+    match name {
+        "simd" => {
+            let threads = threads.unwrap_or_else(Threads::default_count);
+            Ok(Box::new(SimdBackend::new(Isa::from_environment()?, threads)?))
+        }
+        "scalar" => Ok(Box::new(ScalarBackend::new()?)),
+        other => Err(PyValueError::new_err(format!("backend must be simd or scalar, not {other:?}"))),
+    }
+}
+
 /// A loaded Qwen3 model.
 #[pyclass(frozen, module = "qwen_rs._core")]
 struct Model(Qwen3);
@@ -131,17 +142,7 @@ impl Model {
         progress: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let dtype = WeightDtype::parse(dtype)?;
-        let backend: Box<dyn Backend> = match backend {
-            "simd" => {
-                let threads = threads.unwrap_or_else(Threads::default_count);
-                Box::new(SimdBackend::new(Isa::from_environment()?, threads)?)
-            }
-            "scalar" => Box::new(ScalarBackend::new()?),
-            other => {
-                let message = format!("backend must be simd or scalar, not {other:?}");
-                return Err(PyValueError::new_err(message));
-            }
-        };
+        let backend = new_backend(backend, threads)?;
         let raised = Mutex::new(None);
         let loaded = heavy(py, |signals| {
             let checkpoint = Checkpoint::open(&directory)?;
@@ -165,6 +166,28 @@ impl Model {
             Ok(Self(Qwen3::new(config, weights, backend)))
         });
         loaded.map_err(|error| lock(&raised).take().unwrap_or(error))
+    }
+
+    #[staticmethod]
+    #[pyo3(signature = (config, *, dtype = "q8_0", backend = "simd", threads = None, seed = 0))]
+    fn random(
+        py: Python<'_>,
+        config: &str,
+        dtype: &str,
+        backend: &str,
+        threads: Option<usize>,
+        seed: u64,
+    ) -> PyResult<Self> {
+        let dtype = WeightDtype::parse(dtype)?;
+        let backend = new_backend(backend, threads)?;
+        let config = Qwen3Config::from_json(config)?;
+        heavy(py, |signals| {
+            let source = RandomWeights::new(&config, seed);
+            let (isa, threads) = (backend.isa(), backend.threads());
+            let going_on = |_| !signals.pending();
+            let weights = load_weights(&config, &source, dtype, isa, threads, &going_on)?;
+            Ok(Self(Qwen3::new(config, weights, backend)))
+        })
     }
 
     #[getter]
@@ -325,6 +348,19 @@ impl Model {
         let profiler = self.0.backend().profiler();
         profiler.reset();
         profiler.enable(enabled);
+    }
+
+    /// `(bytes/s, int8 multiply-adds/s, f32 multiply-adds/s)`: reading the weights' own memory, and
+    /// arithmetic in registers, on this model's kernels and threads.
+    fn ceilings(&self, py: Python<'_>) -> PyResult<(f64, f64, f64)> {
+        heavy(py, |_| {
+            let (isa, threads) = (self.0.backend().isa(), self.0.backend().threads());
+            Ok((
+                peak::read_bandwidth(isa, threads, self.0.weights().arena.contents()),
+                peak::int8_rate(isa, threads),
+                peak::f32_rate(isa, threads),
+            ))
+        })
     }
 
     /// `(phase, op, calls, milliseconds)`, in data-flow order.

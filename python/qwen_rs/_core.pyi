@@ -21,6 +21,15 @@ class Model:
         threads: int | None = None,
         progress: Callable[[float], object] | None = None,
     ) -> Model: ...
+    @staticmethod
+    def random(
+        config: str,
+        *,
+        dtype: str = "q8_0",
+        backend: str = "simd",
+        threads: int | None = None,
+        seed: int = 0,
+    ) -> Model: ...
     @property
     def config(self) -> dict[str, Any]: ...
     @property
@@ -45,6 +54,7 @@ class Model:
         self, cache: Cache, layers: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]
     ) -> None: ...
     def trace_ops(self, enabled: bool) -> None: ...
+    def ceilings(self) -> tuple[float, float, float]: ...
     def op_stats(self) -> list[tuple[Literal["prefill", "decode"], str, int, float]]: ...
 
 @final

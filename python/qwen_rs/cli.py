@@ -1,4 +1,4 @@
-"""The command line: ``qwen-rs generate``."""
+"""The command line: ``qwen-rs generate`` and ``qwen-rs bench``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from . import __version__
+from . import __version__, bench
 from ._core import CacheError, ModelError, default_threads
 from .checkpoint import DEMO
 from .llm import LLM
@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"qwen-rs {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="write text", allow_abbrev=False))
+    bench.add_arguments(commands.add_parser("bench", help="measure speed", allow_abbrev=False))
     return parser
 
 
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     program = f"qwen-rs {args.command}"
     try:
-        return _generate(args)
+        return bench.run(args) if args.command == "bench" else _generate(args)
     except BrokenPipeError:
         # Nothing more can be written; Python must not try again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

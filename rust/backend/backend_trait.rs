@@ -7,6 +7,7 @@ use super::profiler::{Op, Profiler};
 use crate::cache::KvView;
 use crate::kernels::attention::{AttentionChunk, AttentionRow, CHUNK, KvSource, MergeChunks, partial_len};
 use crate::kernels::float::{AddAssign, NormRope, RmsNorm, SwiGlu};
+use crate::kernels::prefill_attention::{PrefillQueries, attention_prefill, has_tile};
 use crate::kernels::{Element, Isa};
 use crate::tensor::{Arena, KvDtype, PackedWeight, Rows};
 use crate::threads::Threads;
@@ -144,6 +145,20 @@ fn attention<T: Element>(
     let group_width = q.cols / kv_heads; // query heads of one KV head, side by side
     let group = group_width / head_dim;
     let scale = 1.0 / (head_dim as f32).sqrt();
+    if q.rows > 1 && has_tile(head_dim, group) {
+        let queries = PrefillQueries {
+            q: q.data,
+            stride: q.stride,
+            rows: q.rows,
+            num_attention_heads: kv_heads * group,
+            num_key_value_heads: kv_heads,
+            head_dim,
+            past: input.past,
+            scale,
+        };
+        attention_prefill::<T, _>(isa, threads, queries, &|kv_head| input.view.head(kv_head), out);
+        return;
+    }
     if q.rows > 1 {
         threads.for_each_row(out, group_width, 1, |i, out| {
             let (r, kv_head) = (i / kv_heads, i % kv_heads);

@@ -24,7 +24,8 @@ pub struct KvRun<'a, T> {
 }
 
 impl<T> KvRun<'_, T> {
-    fn check(&self, head_dim: usize) {
+    #[inline(always)]
+    pub(super) fn check(&self, head_dim: usize) {
         let needed = match self.rows {
             0 => 0,
             rows => (rows - 1) * self.stride + head_dim,
@@ -302,7 +303,7 @@ pub(super) struct MergeState {
 }
 
 impl MergeState {
-    pub(super) fn new() -> Self {
+    pub(super) const fn new() -> Self {
         Self { largest: f32::NEG_INFINITY, sum: 0.0, empty: true }
     }
 

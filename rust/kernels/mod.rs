@@ -14,7 +14,9 @@ mod avx512;
 pub mod float;
 mod lanes;
 pub mod matmul;
+pub mod peak;
 mod portable;
+pub mod prefill_attention;
 pub mod q8_0;
 
 pub use lanes::{Element, Kernel, LANES};

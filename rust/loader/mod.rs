@@ -2,8 +2,10 @@
 //! is computed with.
 
 mod checkpoint;
+mod random;
 
 pub use checkpoint::Checkpoint;
+pub use random::RandomWeights;
 
 use crate::error::{Error, Result};
 use crate::kernels::Isa;

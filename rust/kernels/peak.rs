@@ -1,0 +1,102 @@
+//! What the machine can do at most: the ceilings that the benchmark holds its figures against.
+
+use super::Isa;
+use super::lanes::{Kernel, LANES, Lanes};
+use crate::threads::Threads;
+use std::time::Instant;
+
+/// Reads all of `bytes` once, 8 x 64 bytes at a time.
+struct ReadAll<'a> {
+    bytes: &'a [f32],
+}
+
+impl Kernel for ReadAll<'_> {
+    type Output = f32;
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) -> f32 {
+        let mut acc = [l.splat(0.0); 8];
+        for block in self.bytes.chunks_exact(8 * LANES) {
+            for (i, acc) in acc.iter_mut().enumerate() {
+                // SAFETY: a block holds 8 x 16 values.
+                *acc = l.max(*acc, unsafe { l.load(block.as_ptr().add(i * LANES)) });
+            }
+        }
+        acc.iter().map(|&v| l.max_lane(v)).sum()
+    }
+}
+
+const CHAINS: usize = 12;
+const ROUNDS: usize = 200_000;
+
+/// `CHAINS x ROUNDS` int8 dot products in registers, as many as hide the latency.
+struct PeakInt8;
+
+impl Kernel for PeakInt8 {
+    type Output = f32;
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) -> f32 {
+        let (weights, activations) = ([129u8; 64], [3i8; 4]);
+        // SAFETY: 64 bytes and 4 values are there.
+        let w = unsafe { l.load_q8_0(std::hint::black_box(&weights).as_ptr()) };
+        let mut acc = [l.dot_start(0); CHAINS];
+        for _ in 0..ROUNDS {
+            for acc in &mut acc {
+                // SAFETY: as above.
+                *acc = unsafe { l.dot_q8_0(*acc, w, activations.as_ptr()) };
+            }
+        }
+        acc.iter().map(|&v| l.sum(l.to_f32(v))).sum()
+    }
+}
+
+/// `CHAINS x ROUNDS` fused multiply-adds in registers.
+struct PeakF32;
+
+impl Kernel for PeakF32 {
+    type Output = f32;
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) -> f32 {
+        let x = l.splat(std::hint::black_box(0.999_999_9));
+        let y = l.splat(std::hint::black_box(1e-9));
+        let mut acc = [l.splat(0.0); CHAINS];
+        for _ in 0..ROUNDS {
+            for acc in &mut acc {
+                *acc = l.mul_add(*acc, x, y);
+            }
+        }
+        acc.iter().map(|&v| l.sum(v)).sum()
+    }
+}
+
+/// Bytes a second of reading `memory` once, on all workers, in parts that they claim as a matmul's
+/// tasks are claimed.
+pub fn read_bandwidth(isa: Isa, threads: &Threads, memory: &[u8]) -> f64 {
+    const PART: usize = 256 << 10;
+    // The weights' memory is aligned and padded to 64 bytes: nothing is left over at the ends.
+    let (_, words, _) = bytemuck::pod_align_to::<u8, f32>(memory);
+    let parts: Vec<_> = words.chunks(PART / 4).collect();
+    let started = Instant::now();
+    threads.run(parts.len(), &|i| {
+        std::hint::black_box(isa.run(ReadAll { bytes: parts[i] }));
+    });
+    memory.len() as f64 / started.elapsed().as_secs_f64()
+}
+
+/// Multiply-adds a second of int8 dot products, on all workers.
+pub fn int8_rate(isa: Isa, threads: &Threads) -> f64 {
+    rate(threads, 4 * LANES, &|| isa.run(PeakInt8))
+}
+
+/// Multiply-adds a second of f32, on all workers.
+pub fn f32_rate(isa: Isa, threads: &Threads) -> f64 {
+    rate(threads, LANES, &|| isa.run(PeakF32))
+}
+
+fn rate(threads: &Threads, per_operation: usize, work: &(dyn Fn() -> f32 + Sync)) -> f64 {
+    let tasks = 8 * threads.count();
+    let started = Instant::now();
+    threads.run(tasks, &|_| {
+        std::hint::black_box(work());
+    });
+    (tasks * CHAINS * ROUNDS * per_operation) as f64 / started.elapsed().as_secs_f64()
+}

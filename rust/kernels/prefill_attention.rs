@@ -1,0 +1,405 @@
+//! Attention for many queries of one sequence, blocked so that keys and values are read once per
+//! block of queries.
+//!
+//! Bit for bit what `AttentionRow` does for each query alone. The keys of a chunk are transposed into
+//! scratch, so that a vector holds one element of 16 positions; the 16 lanes of a query's dot product
+//! then are 16 accumulators one after another, and folding them by halves is plain addition. V is
+//! accumulated position by position for several queries at a time.
+
+use super::Isa;
+use super::attention::{CHUNK, KvSource, MergeState, partial_len, softmax};
+use super::lanes::{Element, Kernel, LANES, Lanes, Registers};
+use crate::threads::Threads;
+use std::cell::RefCell;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Query vectors (rows x heads of a group) in a block: a multiple of both tile heights, and enough
+/// that transposing the keys costs little beside them.
+const BLOCK_QUERIES: usize = 72;
+
+/// The order in which the lanes are accumulated: neighbours of the fold-by-halves tree one after the
+/// other (0 + 8, 4 + 12, ...), so that at most four sums wait.
+const FOLD_ORDER: [usize; LANES] = [0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15];
+
+/// The queries of one sequence.
+#[derive(Clone, Copy)]
+pub struct PrefillQueries<'a> {
+    pub q: &'a [f32], // row r at r * stride: [num_attention_heads * head_dim]
+    pub stride: usize,
+    pub rows: usize,
+    pub num_attention_heads: usize,
+    pub num_key_value_heads: usize,
+    pub head_dim: usize,
+    /// Rows in the cache before the first query's own: query `r` sees positions `0..=past + r`.
+    pub past: usize,
+    pub scale: f32,
+}
+
+/// Where tasks write their rows and heads of `[rows, num_attention_heads * head_dim]`.
+#[derive(Clone, Copy)]
+struct Output(*mut f32);
+
+// SAFETY: each task writes its own rows and heads.
+unsafe impl Sync for Output {}
+// SAFETY: as above.
+unsafe impl Send for Output {}
+
+thread_local! {
+    /// A worker's block: it grows to the largest model's and stays.
+    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Whether [`attention_prefill`] has a tile for this width (that of all released models, and half) and
+/// so many query heads of a KV head.
+pub fn has_tile(head_dim: usize, group: usize) -> bool {
+    (head_dim == 128 || head_dim == 64) && group <= BLOCK_QUERIES
+}
+
+/// `out[rows, heads * head_dim]`: causal attention of all queries; `source` gives a KV head.
+pub fn attention_prefill<T: Element, S: KvSource<T>>(
+    isa: Isa,
+    threads: &Threads,
+    queries: PrefillQueries<'_>,
+    source: &(impl Fn(usize) -> S + Sync),
+    out: &mut [f32],
+) {
+    let n = queries;
+    let group = n.num_attention_heads / n.num_key_value_heads;
+    let width = n.num_attention_heads * n.head_dim;
+    assert!(has_tile(n.head_dim, group) && out.len() == n.rows * width);
+    assert!(n.rows > 0 && n.q.len() >= (n.rows - 1) * n.stride + width);
+    let rows_per_block = BLOCK_QUERIES / group;
+    let blocks = n.rows.div_ceil(rows_per_block);
+    let out = Output(out.as_mut_ptr());
+    threads.run(blocks * n.num_key_value_heads, &|task| {
+        // The last blocks see the most positions: they go first, so that no worker ends alone.
+        let block = blocks - 1 - task / n.num_key_value_heads;
+        let kv_head = task % n.num_key_value_heads;
+        let rows = block * rows_per_block..n.rows.min((block + 1) * rows_per_block);
+        let source = source(kv_head);
+        SCRATCH.with_borrow_mut(|scratch| {
+            isa.run(Block {
+                queries: n,
+                group,
+                kv_head,
+                rows,
+                source: &source,
+                out,
+                scratch,
+                element: PhantomData,
+            });
+        });
+    });
+}
+
+struct Block<'a, T, S> {
+    queries: PrefillQueries<'a>,
+    group: usize,
+    kv_head: usize,
+    rows: Range<usize>,
+    source: &'a S,
+    out: Output,
+    scratch: &'a mut Vec<f32>,
+    element: PhantomData<T>,
+}
+
+impl<T: Element, S: KvSource<T>> Kernel for Block<'_, T, S> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        match (L::REGISTERS, self.queries.head_dim) {
+            // 24 accumulators of 32 registers
+            (Registers::ThirtyTwo512, 128) => self.attend::<L, 8, 6, 4>(l),
+            (Registers::ThirtyTwo512, _) => self.attend::<L, 4, 6, 4>(l),
+            // 8 accumulators of 16 registers
+            (Registers::Sixteen256, 128) => self.attend::<L, 8, 4, 1>(l),
+            (Registers::Sixteen256, _) => self.attend::<L, 4, 4, 1>(l),
+        }
+    }
+}
+
+/// What a block works in.
+struct Buffers<'a> {
+    q: &'a mut [f32],        // [queries][head_dim]
+    keys: &'a mut [f32],     // [CHUNK / 16][head_dim][16]
+    scores: &'a mut [f32],   // [queries][CHUNK]
+    partials: &'a mut [f32], // [queries][head_dim + 2]
+    sums: &'a mut [f32],     // [queries][head_dim]
+}
+
+impl<'a> Buffers<'a> {
+    fn new(scratch: &'a mut Vec<f32>, queries: usize, head_dim: usize) -> Self {
+        let sizes = [
+            queries * head_dim,
+            CHUNK * head_dim,
+            queries * CHUNK,
+            queries * partial_len(head_dim),
+            queries * head_dim,
+        ];
+        let needed = sizes.iter().sum();
+        if scratch.len() < needed {
+            *scratch = vec![0.0; needed];
+        }
+        let (q, rest) = scratch.split_at_mut(sizes[0]);
+        let (keys, rest) = rest.split_at_mut(sizes[1]);
+        let (scores, rest) = rest.split_at_mut(sizes[2]);
+        let (partials, rest) = rest.split_at_mut(sizes[3]);
+        Self { q, keys, scores, partials, sums: &mut rest[..sizes[4]] }
+    }
+}
+
+impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
+    /// `P` pieces of 16 in a head; tiles of `M` queries by `N` vectors.
+    #[inline(always)]
+    fn attend<L: Lanes, const P: usize, const M: usize, const N: usize>(self, l: L) {
+        let n = self.queries;
+        let (width, group) = (P * LANES, self.group);
+        let count = self.rows.len() * group; // query vectors, [row][head]
+        let b = Buffers::new(self.scratch, count, width);
+        let column = self.kv_head * group * width;
+        for (i, row) in self.rows.clone().enumerate() {
+            let q = &n.q[row * n.stride + column..][..group * width];
+            b.q[i * group * width..][..group * width].copy_from_slice(q);
+        }
+        let mut states = [const { MergeState::new() }; BLOCK_QUERIES];
+        // Positions that query vector i sees.
+        let sees = |i: usize| n.past + self.rows.start + i / group + 1;
+        let context = sees(count - 1);
+        for start in (0..context).step_by(CHUNK) {
+            let end = context.min(start + CHUNK);
+            transpose_keys::<L, T, S>(l, self.source, start..end, width, b.keys);
+            let visible = |i: usize| sees(i).min(end).saturating_sub(start);
+            for first in (0..end - start).step_by(N * LANES) {
+                // At the end of the chunk there are fewer vectors: one at a time then.
+                let vectors = (end - start - first).div_ceil(LANES).min(N);
+                let keys = &b.keys[first * width..(first + vectors * LANES) * width];
+                let mut i = 0;
+                while i < count {
+                    let m = if i + M <= count { M } else { 1 };
+                    if visible(i + m - 1) > first {
+                        let q = &b.q[i * width..(i + m) * width];
+                        let out = &mut b.scores[i * CHUNK + first..];
+                        match (m == M, vectors == N) {
+                            (true, true) => scores::<L, P, M, N>(l, q, keys, n.scale, out),
+                            (true, false) => scores::<L, P, M, 1>(l, q, keys, n.scale, out),
+                            (false, _) => scores::<L, P, 1, 1>(l, q, keys, n.scale, out),
+                        }
+                    }
+                    i += m;
+                }
+            }
+            for i in 0..count {
+                let len = visible(i);
+                if len > 0 {
+                    let scores = &mut b.scores[i * CHUNK..][..CHUNK];
+                    scores[len..len.next_multiple_of(LANES)].fill(f32::NEG_INFINITY);
+                    let Ok(scores) = scores.try_into() else { unreachable!("CHUNK scores") };
+                    let (largest, sum) = softmax(l, scores, len);
+                    b.partials[i * partial_len(width) + width] = largest;
+                    b.partials[i * partial_len(width) + width + 1] = sum;
+                }
+            }
+            let mut i = 0;
+            while i < count {
+                let m = if i + M <= count { M } else { 1 };
+                if visible(i + m - 1) > 0 {
+                    for piece in (0..P).step_by(N) {
+                        let weights = &b.scores[i * CHUNK..(i + m) * CHUNK];
+                        let out = &mut b.partials[i * partial_len(width)..];
+                        let at = ValuesAt { start, piece, width };
+                        match m {
+                            1 => values::<L, T, S, 1, N>(l, self.source, weights, at, [visible(i)], out),
+                            _ => {
+                                let seen = std::array::from_fn(|m| visible(i + m));
+                                values::<L, T, S, M, N>(l, self.source, weights, at, seen, out);
+                            }
+                        }
+                    }
+                }
+                i += m;
+            }
+            for i in 0..count {
+                if visible(i) > 0 {
+                    let partial = &b.partials[i * partial_len(width)..][..partial_len(width)];
+                    states[i].merge(l, partial, &mut b.sums[i * width..(i + 1) * width]);
+                }
+            }
+        }
+        for (i, state) in states.into_iter().take(count).enumerate() {
+            let sums = &mut b.sums[i * width..(i + 1) * width];
+            state.finish(l, sums);
+            let row = self.rows.start + i / group;
+            let at = row * n.num_attention_heads * width + column + i % group * width;
+            // SAFETY: `attention_prefill` checked that the output has all rows and heads; this task
+            // alone writes these.
+            unsafe { std::ptr::copy_nonoverlapping(sums.as_ptr(), self.out.0.add(at), width) };
+        }
+    }
+}
+
+/// Keys of up to CHUNK positions to `[positions / 16][head_dim][16]`; what fills up the last 16
+/// positions is a repeat of the last one, and masked by the caller.
+#[inline(always)]
+fn transpose_keys<L: Lanes, T: Element, S: KvSource<T>>(
+    l: L,
+    source: &S,
+    positions: Range<usize>,
+    width: usize,
+    out: &mut [f32],
+) {
+    let last = positions.end - 1;
+    let mut run = source.run_from(positions.start);
+    let mut run_start = positions.start;
+    assert!(out.len() >= positions.len().next_multiple_of(LANES) * width);
+    for (block, first) in positions.step_by(LANES).enumerate() {
+        let mut rows = [std::ptr::null::<T>(); LANES];
+        for (i, row) in rows.iter_mut().enumerate() {
+            let position = last.min(first + i);
+            if position >= run_start + run.rows {
+                run = source.run_from(position);
+                run_start = position;
+            }
+            run.check(width);
+            *row = run.k[(position - run_start) * run.stride..][..width].as_ptr();
+        }
+        for piece in 0..width / LANES {
+            let mut tile = [l.splat(0.0); LANES];
+            // SAFETY: each row holds `width` values; `out` holds 16 x width for each 16 positions.
+            unsafe {
+                for i in 0..LANES {
+                    tile[i] = T::load(l, rows[i].add(piece * LANES));
+                }
+                let columns = l.transpose(&tile);
+                let out = out.as_mut_ptr().add((block * width + piece * LANES) * LANES);
+                for i in 0..LANES {
+                    l.store(out.add(i * LANES), columns[i]);
+                }
+            }
+        }
+    }
+}
+
+/// `out[m][positions]`, rows CHUNK apart: the scores of `M` queries for the positions of `keys`, `N` x
+/// 16 at a time.
+#[inline(always)]
+fn scores<L: Lanes, const P: usize, const M: usize, const N: usize>(
+    l: L,
+    q: &[f32],
+    keys: &[f32],
+    scale: f32,
+    out: &mut [f32],
+) {
+    let width = P * LANES;
+    assert!(q.len() >= M * width);
+    let scale = l.splat(scale);
+    for (block, keys) in keys.chunks_exact(N * width * LANES).enumerate() {
+        let out = &mut out[block * N * LANES..];
+        assert!(out.len() >= (M - 1) * CHUNK + N * LANES);
+        let mut waiting = [[[l.splat(0.0); N]; M]; 5]; // sums of 1, 2, 4, 8 and 16 lanes
+        for (step, lane) in FOLD_ORDER.into_iter().enumerate() {
+            let mut acc = [[l.splat(0.0); N]; M];
+            // SAFETY: q holds M x width, keys N x width x 16 values.
+            unsafe {
+                for j in 0..P {
+                    let at = j * LANES + lane;
+                    let mut k = [l.splat(0.0); N];
+                    for v in 0..N {
+                        k[v] = l.load(keys.as_ptr().add((v * width + at) * LANES));
+                    }
+                    for m in 0..M {
+                        let q = l.splat(*q.get_unchecked(m * width + at));
+                        for v in 0..N {
+                            acc[m][v] = l.mul_add(q, k[v], acc[m][v]);
+                        }
+                    }
+                }
+            }
+            let mut level = 0;
+            while (step >> level) & 1 == 1 {
+                for m in 0..M {
+                    for v in 0..N {
+                        acc[m][v] = l.add(waiting[level][m][v], acc[m][v]);
+                    }
+                }
+                level += 1;
+            }
+            waiting[level] = acc;
+        }
+        for m in 0..M {
+            for v in 0..N {
+                let scores = l.mul(waiting[4][m][v], scale);
+                // SAFETY: checked above.
+                unsafe { l.store(out.as_mut_ptr().add(m * CHUNK + v * LANES), scores) };
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct ValuesAt {
+    /// The chunk's first position.
+    start: usize,
+    piece: usize,
+    width: usize,
+}
+
+/// `out[m][16 piece..][16 N]`, rows of partials: the weighted sums of V of `M` queries, each over the
+/// first `seen[m]` positions of the chunk, ascending.
+#[inline(always)]
+fn values<L: Lanes, T: Element, S: KvSource<T>, const M: usize, const N: usize>(
+    l: L,
+    source: &S,
+    weights: &[f32],
+    at: ValuesAt,
+    seen: [usize; M],
+    out: &mut [f32],
+) {
+    let offset = at.piece * LANES;
+    let common = seen[0]; // the first query sees the fewest
+    let most = seen[M - 1];
+    assert!(weights.len() >= M * CHUNK && most <= CHUNK && offset + N * LANES <= at.width);
+    let mut acc = [[l.splat(0.0); N]; M];
+    let mut t = 0;
+    while t < most {
+        let run = source.run_from(at.start + t);
+        run.check(at.width);
+        assert!(run.rows > 0, "a cache lent no rows");
+        let rows = run.rows.min(most - t);
+        let together = rows.min(common.saturating_sub(t));
+        // SAFETY: row r of the run holds `width` values (`KvRun::check`); a query has CHUNK weights.
+        unsafe {
+            for r in 0..together {
+                let mut v = [l.splat(0.0); N];
+                for j in 0..N {
+                    v[j] = T::load(l, run.v.as_ptr().add(r * run.stride + offset + j * LANES));
+                }
+                for m in 0..M {
+                    let weight = l.splat(*weights.get_unchecked(m * CHUNK + t + r));
+                    for j in 0..N {
+                        acc[m][j] = l.mul_add(weight, v[j], acc[m][j]);
+                    }
+                }
+            }
+            // Beyond what the first sees, each goes on alone: a weight of 0 is not nothing (0 x
+            // infinity, -0 + 0).
+            for m in 0..M {
+                for r in together..rows.min(seen[m].saturating_sub(t)) {
+                    for j in 0..N {
+                        let v = T::load(l, run.v.as_ptr().add(r * run.stride + offset + j * LANES));
+                        let weight = l.splat(*weights.get_unchecked(m * CHUNK + t + r));
+                        acc[m][j] = l.mul_add(weight, v, acc[m][j]);
+                    }
+                }
+            }
+        }
+        t += rows;
+    }
+    for m in 0..M {
+        let out = &mut out[m * partial_len(at.width) + offset..][..N * LANES];
+        for j in 0..N {
+            // SAFETY: the slice holds N x 16 values.
+            unsafe { l.store(out.as_mut_ptr().add(j * LANES), acc[m][j]) };
+        }
+    }
+}
