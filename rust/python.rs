@@ -531,7 +531,9 @@ fn quantize_q8_0<'py>(
 /// The instruction sets that this machine runs, the best one first.
 #[pyfunction]
 fn available_isas() -> Vec<&'static str> {
-    Isa::available().iter().map(Isa::name).collect()
+    let mut names: Vec<_> = Isa::available().iter().map(Isa::name).collect();
+    names.dedup();
+    names
 }
 
 /// As many threads as this process may use.

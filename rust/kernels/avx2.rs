@@ -4,11 +4,12 @@ use super::lanes::{Kernel, Lanes, Registers};
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
-/// Proof that CPU and operating system run AVX2, FMA and F16C.
+/// Proof that CPU and operating system run AVX2, FMA and F16C, and with `VNNI` also AVX-VNNI (int8 dot
+/// products in 256-bit registers, on CPUs that have no AVX-512).
 #[derive(Clone, Copy)]
-pub struct Avx2(());
+pub struct Avx2<const VNNI: bool>(());
 
-impl Avx2 {
+impl Avx2<false> {
     pub fn detect() -> Option<Self> {
         let found = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
@@ -23,8 +24,26 @@ impl Avx2 {
     }
 }
 
+impl Avx2<true> {
+    pub fn detect() -> Option<Self> {
+        let base = Avx2::<false>::detect();
+        base.filter(|_| is_x86_feature_detected!("avxvnni")).map(|_| Self(()))
+    }
+
+    #[inline]
+    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: `self` proves that the features are there.
+        unsafe { run_vnni(self, kernel) }
+    }
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
-fn run<K: Kernel>(l: Avx2, kernel: K) -> K::Output {
+fn run<K: Kernel>(l: Avx2<false>, kernel: K) -> K::Output {
+    kernel.run(l)
+}
+
+#[target_feature(enable = "avx2,fma,f16c,avxvnni")]
+fn run_vnni<K: Kernel>(l: Avx2<true>, kernel: K) -> K::Output {
     kernel.run(l)
 }
 
@@ -36,17 +55,19 @@ macro_rules! lane {
     };
 }
 
-/// Sixteen rows x 4 signed weights, as magnitude and signed value: `maddubs` takes one unsigned
-/// operand, and with |w| <= 128 and |a| <= 127 its 16-bit sums of two cannot saturate.
+/// Sixteen rows x 4 weights, one operand unsigned as the instructions want it.
+///
+/// Without VNNI `unsigned` is |w|, and the sign of w goes to the activation: with |w| <= 128 and
+/// |a| <= 127 the 16-bit sums of two of `maddubs` cannot saturate. With VNNI it is w + 128.
 #[derive(Clone, Copy)]
 pub struct Weights {
-    magnitude: [__m256i; 2],
+    unsigned: [__m256i; 2],
     signed: [__m256i; 2],
 }
 
 type Floats = [__m256; 2];
 
-impl Lanes for Avx2 {
+impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type F = Floats;
     type I = [__m256i; 2];
     type W = Weights;
@@ -241,19 +262,21 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn dot_start(self, _correction: i32) -> [__m256i; 2] {
-        lane!([_mm256_setzero_si256(); 2]) // the weights are made signed, so nothing is to be corrected
+    fn dot_start(self, correction: i32) -> [__m256i; 2] {
+        // Without VNNI the weights are made signed, so nothing is to be corrected.
+        lane!([_mm256_set1_epi32(if VNNI { correction } else { 0 }); 2])
     }
     #[inline(always)]
     unsafe fn load_q8_0(self, p: *const u8) -> Weights {
         lane! {{
             let p = p.cast::<__m256i>();
+            let stored = [_mm256_loadu_si256(p), _mm256_loadu_si256(p.add(1))];
+            if VNNI {
+                return Weights { unsigned: stored, signed: stored };
+            }
             let offset = _mm256_set1_epi8(-128);
-            let signed = [
-                _mm256_xor_si256(_mm256_loadu_si256(p), offset),
-                _mm256_xor_si256(_mm256_loadu_si256(p.add(1)), offset),
-            ];
-            Weights { magnitude: [_mm256_abs_epi8(signed[0]), _mm256_abs_epi8(signed[1])], signed }
+            let signed = [_mm256_xor_si256(stored[0], offset), _mm256_xor_si256(stored[1], offset)];
+            Weights { unsigned: [_mm256_abs_epi8(signed[0]), _mm256_abs_epi8(signed[1])], signed }
         }}
     }
     #[inline(always)]
@@ -263,9 +286,13 @@ impl Lanes for Avx2 {
             let ones = _mm256_set1_epi16(1);
             let mut out = acc;
             for half in 0..2 {
-                let signed = _mm256_sign_epi8(a, w.signed[half]);
-                let pairs = _mm256_maddubs_epi16(w.magnitude[half], signed);
-                out[half] = _mm256_add_epi32(acc[half], _mm256_madd_epi16(pairs, ones));
+                out[half] = if VNNI {
+                    _mm256_dpbusd_avx_epi32(acc[half], w.unsigned[half], a)
+                } else {
+                    let signed = _mm256_sign_epi8(a, w.signed[half]);
+                    let pairs = _mm256_maddubs_epi16(w.unsigned[half], signed);
+                    _mm256_add_epi32(acc[half], _mm256_madd_epi16(pairs, ones))
+                };
             }
             out
         }}

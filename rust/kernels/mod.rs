@@ -31,7 +31,9 @@ pub struct Isa(Found);
 enum Found {
     Portable(portable::Portable),
     #[cfg(target_arch = "x86_64")]
-    Avx2(avx2::Avx2),
+    Avx2(avx2::Avx2<false>),
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni(avx2::Avx2<true>),
     #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Avx512),
 }
@@ -48,7 +50,8 @@ impl Isa {
         #[cfg(target_arch = "x86_64")]
         {
             found.extend(avx512::Avx512::detect().map(|l| Self(Found::Avx512(l))));
-            found.extend(avx2::Avx2::detect().map(|l| Self(Found::Avx2(l))));
+            found.extend(avx2::Avx2::<true>::detect().map(|l| Self(Found::AvxVnni(l))));
+            found.extend(avx2::Avx2::<false>::detect().map(|l| Self(Found::Avx2(l))));
         }
         found.push(Self::PORTABLE);
         found
@@ -61,7 +64,8 @@ impl Isa {
             Ok(name) if !name.is_empty() => {
                 let found = available.iter().find(|isa| isa.name() == name);
                 found.copied().ok_or_else(|| {
-                    let names: Vec<_> = available.iter().map(Self::name).collect();
+                    let mut names: Vec<_> = available.iter().map(Self::name).collect();
+                    names.dedup();
                     Error::argument(format!("{ISA_VARIABLE}={name}: this machine runs {}", names.join(", ")))
                 })
             }
@@ -69,11 +73,12 @@ impl Isa {
         }
     }
 
+    /// The name that forces it; AVX2 with and without AVX-VNNI go by the same.
     pub fn name(&self) -> &'static str {
         match self.0 {
             Found::Portable(_) => "portable",
             #[cfg(target_arch = "x86_64")]
-            Found::Avx2(_) => "avx2",
+            Found::Avx2(_) | Found::AvxVnni(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
             Found::Avx512(_) => "avx512",
         }
@@ -87,6 +92,8 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Found::Avx2(l) => l.run(kernel),
             #[cfg(target_arch = "x86_64")]
+            Found::AvxVnni(l) => l.run(kernel),
+            #[cfg(target_arch = "x86_64")]
             Found::Avx512(l) => l.run(kernel),
         }
     }
@@ -94,6 +101,10 @@ impl Isa {
 
 impl std::fmt::Debug for Isa {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Found::AvxVnni(_) => f.write_str("avx2 with vnni"),
+            _ => f.write_str(self.name()),
+        }
     }
 }

@@ -188,6 +188,10 @@ impl Kernel for MatmulQ8_0<'_> {
                     self.groups::<L, 12, 1>(l, row);
                     12
                 }
+                Registers::ThirtyTwo512 if left >= 8 => {
+                    self.groups::<L, 8, 1>(l, row);
+                    8
+                }
                 Registers::ThirtyTwo512 if left >= 4 => {
                     self.groups::<L, 4, 2>(l, row);
                     4
@@ -210,6 +214,45 @@ impl Kernel for MatmulQ8_0<'_> {
                     1
                 }
             };
+        }
+    }
+}
+
+/// 16 quantized rows to the packed layout of a group.
+pub struct InterleaveRows<'a> {
+    pub quants: &'a [i8],          // [16][blocks * 32]
+    pub scales: &'a [f16],         // [16][blocks]
+    pub out: &'a mut [u8],         // [blocks][8][16][4], value + 128
+    pub out_scales: &'a mut [f16], // [blocks][16]
+}
+
+impl Kernel for InterleaveRows<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let blocks = self.scales.len() / LANES;
+        let words = blocks * BLOCK / 4; // of 4 values, in a row
+        assert!(self.quants.len() == words * 4 * LANES && self.out.len() == self.quants.len());
+        assert!(self.out_scales.len() == blocks * LANES);
+        // Words of 4 values are moved as f32 lanes, which moves bits as they are.
+        let (rows, out) = (self.quants.as_ptr().cast::<f32>(), self.out.as_mut_ptr().cast::<f32>());
+        for (first, count) in pieces(words) {
+            let mut tile = [l.splat(0.0); LANES];
+            // SAFETY: first + count <= words; rows and out hold 16 x words.
+            unsafe {
+                for (i, tile) in tile.iter_mut().enumerate() {
+                    *tile = load_piece(l, rows.add(i * words + first), count);
+                }
+                for (i, &column) in l.transpose(&tile).iter().take(count).enumerate() {
+                    l.store(out.add((first + i) * LANES), column);
+                }
+            }
+        }
+        self.out.iter_mut().for_each(|q| *q ^= 0x80); // signed to value + 128
+        for (b, out) in self.out_scales.chunks_exact_mut(LANES).enumerate() {
+            for (i, out) in out.iter_mut().enumerate() {
+                *out = self.scales[i * blocks + b];
+            }
         }
     }
 }

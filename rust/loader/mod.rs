@@ -99,16 +99,15 @@ pub fn load_weights(
         let sources = named
             .map(|(name, &(rows, cols))| source.tensor(name, Some(rows), cols))
             .collect::<Result<Vec<_>>>()?;
-        let release = |bytes: &[u8]| source.release(bytes);
-        let packed =
-            PackedWeight::pack(&mut arena, &sources, dtype, isa, threads, &release).map_err(|e| match e {
-                Error::Model(what) => Error::model(format!("{}: {what}", names.join(" and "))),
-                other => other,
-            })?;
-        match progress(arena.used_share()) {
-            true => Ok(packed),
-            false => Err(Error::Interrupted),
-        }
+        let share = arena.used_share();
+        let done = |bytes: &[u8]| {
+            source.release(bytes);
+            if progress(share) { Ok(()) } else { Err(Error::Interrupted) }
+        };
+        PackedWeight::pack(&mut arena, &sources, dtype, isa, threads, &done).map_err(|e| match e {
+            Error::Model(what) => Error::model(format!("{}: {what}", names.join(" and "))),
+            other => other,
+        })
     };
     let vector = |name: String, len: usize| -> Result<Vec<f32>> {
         let values = source.tensor(&name, None, len)?.to_f32();
@@ -139,5 +138,6 @@ pub fn load_weights(
         false => Some(pack(&["lm_head.weight".into()], &[(vocab, hidden)])?),
     };
     let norm = vector("model.norm.weight".into(), hidden)?;
+    progress(1.0);
     Ok(Weights { arena, dtype, embed_tokens, layers, norm, lm_head })
 }

@@ -1,9 +1,11 @@
 //! Weights as the kernels read them: 16 output rows interleaved, all in one huge-page arena.
 
 use crate::error::{Error, Result};
+use crate::kernels::float::AllFinite;
 use crate::kernels::matmul::{matmul_float, matmul_q8_0};
 use crate::kernels::q8_0::{
-    BLOCK, GROUP_BLOCK, QuantizeActivations, QuantizeWeights, dequantize_packed_row, quantized_words,
+    BLOCK, GROUP_BLOCK, InterleaveRows, QuantizeActivations, QuantizeWeights, dequantize_packed_row,
+    quantized_words,
 };
 use crate::kernels::{Isa, LANES};
 use crate::threads::Threads;
@@ -169,22 +171,22 @@ pub struct PackedWeight {
     layout: Layout,
 }
 
-/// Source bytes packed between two calls of `release`: what a memory map may hold at a time.
+/// Source bytes packed between two calls of `done`: what a memory map may hold at a time.
 const SLAB_BYTES: usize = 8 << 20;
 
 impl PackedWeight {
-    /// Packs the rows of `sources`, one after another, in one pass over them. `release` is called
-    /// with every part of a source that is no longer needed.
+    /// Packs the rows of `sources`, one after another, in one pass over them. `done` is called with
+    /// every part of a source that is no longer needed, and may end the work.
     ///
     /// # Errors
-    /// `Model` if a value is NaN or infinite; the message names the row.
+    /// `Model` if a value is NaN or infinite; the message names the row. What `done` returns.
     pub fn pack(
         arena: &mut Arena,
         sources: &[RowSource<'_>],
         dtype: WeightDtype,
         isa: Isa,
         threads: &Threads,
-        release: &(dyn Fn(&[u8]) + Sync),
+        done: &dyn Fn(&[u8]) -> Result<()>,
     ) -> Result<Self> {
         let k = sources[0].cols;
         let n = sources.iter().map(|s| s.rows).sum::<usize>();
@@ -204,7 +206,7 @@ impl PackedWeight {
             let end = n.min(first + slab);
             packed.pack_rows(arena, sources, first..end, isa, threads)?;
             for (source, part) in parts(sources, first..end) {
-                release(source.row_bytes(part.start, part.len()));
+                done(source.row_bytes(part.start, part.len()))?;
             }
             first = end;
         }
@@ -230,7 +232,7 @@ impl PackedWeight {
                 for r in part {
                     let row = &mut wide[lane * width..][..k];
                     source.widen(r, row);
-                    if !row.iter().fold(true, |finite, x| finite & x.is_finite()) {
+                    if !isa.run(AllFinite { x: row }) {
                         return Err(Error::model(format!("row {r} holds NaN or infinity")));
                     }
                     lane += 1;
@@ -258,7 +260,12 @@ impl PackedWeight {
                         quants: &mut scratch.quants,
                         scales: &mut scratch.scales,
                     });
-                    interleave_q8_0(&scratch.quants, &scratch.scales, quants, scales);
+                    isa.run(InterleaveRows {
+                        quants: &scratch.quants,
+                        scales: &scratch.scales,
+                        out: quants,
+                        out_scales: scales,
+                    });
                     Ok(())
                 })
             }
@@ -405,17 +412,4 @@ fn for_each_group<T: Send>(
         }
     });
     tasks.into_iter().try_for_each(|(_, result)| result)
-}
-
-fn interleave_q8_0(quants: &[i8], scales: &[f16], out: &mut [u8], out_scales: &mut [f16]) {
-    let width = quants.len() / LANES;
-    let quads: &[[i8; 4]] = quants.as_chunks::<4>().0;
-    for (i, out) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-        // out: [k / 4][16][4]
-        *out = quads[i % LANES * (width / 4) + i / LANES].map(|q| (q as u8) ^ 0x80);
-    }
-    let blocks = width / BLOCK;
-    for (i, out) in out_scales.iter_mut().enumerate() {
-        *out = scales[i % LANES * blocks + i / LANES];
-    }
 }

@@ -87,8 +87,12 @@ impl Scratch {
     }
 }
 
-/// Asked between layers: `true` stops the pass.
+/// Asked twice a layer: `true` stops the pass.
 pub type Interrupt<'a> = &'a (dyn Fn() -> bool + Sync);
+
+fn go_on(interrupt: Interrupt<'_>) -> Result<()> {
+    if interrupt() { Err(Error::Interrupted) } else { Ok(()) }
+}
 
 impl Qwen3 {
     pub fn new(config: Qwen3Config, weights: Weights, backend: Box<dyn Backend>) -> Self {
@@ -253,9 +257,7 @@ impl Qwen3 {
         }
         backend.embed(arena, &weights.embed_tokens, tokens, &mut scratch.hidden[..m * hidden]);
         for (index, layer) in weights.layers.iter().enumerate() {
-            if interrupt() {
-                return Err(Error::Interrupted);
-            }
+            go_on(interrupt)?;
             let eps = config.rms_norm_eps;
             let rows = m * hidden;
             let s = &mut *scratch;
@@ -264,6 +266,7 @@ impl Qwen3 {
             backend.add(&mut s.hidden[..rows], &s.residual[..rows], hidden);
             let weight = &layer.post_attention_layernorm;
             backend.rms_norm(&s.hidden[..rows], weight, eps, &mut s.normed[..rows]);
+            go_on(interrupt)?;
             mlp(backend, arena, layer, m, s);
             backend.add(&mut s.hidden[..rows], &s.residual[..rows], hidden);
         }

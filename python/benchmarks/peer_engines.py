@@ -1,0 +1,324 @@
+"""One engine in a process of its own, measuring what it is told to.
+
+Started by ``compare_peers.py``: reads a figure's name a line (``prefill 512``, ``decode @4096``,
+``batch 8``) and answers with tokens per second. Also writes the weights that all engines share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+MODULES = {
+    "llama.cpp": "llama_cpp",
+    "ik_llama.cpp": "ik_llama_cpp",
+    "mistral.rs": "mistralrs",
+    "transformers": "transformers",
+    "openvino": "openvino",
+}
+"""Peers and the Python modules that carry them."""
+MARK = "@engine "
+"""Begins the lines that answer; engines may print others."""
+STEPS = 16
+"""Decode steps of one measurement; the median step counts."""
+BATCH_PROMPT = 128
+CONTEXT = 4096 + 2 * STEPS
+
+
+class Runner(Protocol):
+    """What a measurement needs of an engine."""
+
+    def reset(self) -> None:
+        """Forgets all sequences."""
+
+    def prefill(self, tokens: Sequence[int], sequence: int = 0) -> None:
+        """Appends a prompt to a sequence and computes the last token's logits."""
+
+    def decode(self, tokens: Sequence[int]) -> None:
+        """One more token for each of the first ``len(tokens)`` sequences."""
+
+    def truncate(self, length: int, sequences: int = 1) -> None:
+        """Forgets all but the first ``length`` tokens."""
+
+
+class QwenRs:
+    """qwen-rs through its core."""
+
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        from qwen_rs import Model
+
+        self._model = Model.load(checkpoint, threads=threads)
+        self._caches: dict[int, Any] = {}
+
+    def reset(self) -> None:
+        self._caches = {}
+
+    def prefill(self, tokens: Sequence[int], sequence: int = 0) -> None:
+        cache = self._caches.setdefault(sequence, self._model.new_cache(kv_dtype="f16"))
+        self._model.prefill(cache, tokens)
+
+    def decode(self, tokens: Sequence[int]) -> None:
+        self._model.decode_batch([self._caches[i] for i in range(len(tokens))], tokens)
+
+    def truncate(self, length: int, sequences: int = 1) -> None:
+        for i in range(sequences):
+            self._caches[i].truncate(length)
+
+
+class LlamaCpp:
+    """llama.cpp or ik_llama.cpp through the C API of their Python packages."""
+
+    def __init__(self, module: str, gguf: Path, threads: int) -> None:
+        import importlib
+
+        self._c = c = importlib.import_module(module)
+        c.llama_backend_init()
+        model_params = c.llama_model_default_params()
+        if hasattr(model_params, "repack_tensors"):  # ik_llama.cpp: its interleaved layouts
+            model_params.repack_tensors = True
+            model_params.use_mmap = False
+        if hasattr(model_params, "use_thp"):
+            model_params.use_thp = True
+        load = getattr(c, "llama_model_load_from_file", None) or c.llama_load_model_from_file
+        self._model = load(str(gguf).encode(), model_params)
+        params = c.llama_context_default_params()
+        params.n_ctx = 8 * 512 + CONTEXT
+        params.n_batch = params.n_ubatch = 512
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = 1  # GGML_TYPE_F16
+        params.n_seq_max = 8
+        if hasattr(params, "kv_unified"):
+            params.kv_unified = True  # else each sequence has an eighth of the context
+        if hasattr(params, "flash_attn_type"):
+            params.flash_attn_type = 1
+        elif hasattr(params, "flash_attn"):
+            params.flash_attn = True
+        new = getattr(c, "llama_init_from_model", None) or c.llama_new_context_with_model
+        self._context = new(self._model, params)
+        if not self._context:
+            raise RuntimeError("no context")
+        self._batch = c.llama_batch_init(512, 0, 1)
+        self._lengths = [0] * 8
+
+    def reset(self) -> None:
+        c = self._c
+        if hasattr(c, "llama_get_memory"):
+            c.llama_memory_clear(c.llama_get_memory(self._context), True)
+        else:
+            clear = getattr(c, "llama_kv_self_clear", None) or c.llama_kv_cache_clear
+            clear(self._context)
+        self._lengths = [0] * 8
+
+    def prefill(self, tokens: Sequence[int], sequence: int = 0) -> None:
+        for start in range(0, len(tokens), 512):
+            part = tokens[start : start + 512]
+            last = start + len(part) == len(tokens)
+            self._run([(t, sequence, last and i == len(part) - 1) for i, t in enumerate(part)])
+
+    def decode(self, tokens: Sequence[int]) -> None:
+        self._run([(t, i, True) for i, t in enumerate(tokens)])
+
+    def truncate(self, length: int, sequences: int = 1) -> None:
+        c = self._c
+        for i in range(sequences):
+            if hasattr(c, "llama_get_memory"):
+                c.llama_memory_seq_rm(c.llama_get_memory(self._context), i, length, -1)
+            else:
+                remove = getattr(c, "llama_kv_self_seq_rm", None) or c.llama_kv_cache_seq_rm
+                remove(self._context, i, length, -1)
+            self._lengths[i] = length
+
+    def _run(self, entries: list[tuple[int, int, bool]]) -> None:
+        batch = self._batch
+        batch.n_tokens = len(entries)
+        for i, (token, sequence, logits) in enumerate(entries):
+            batch.token[i] = token
+            batch.pos[i] = self._lengths[sequence]
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = logits
+            self._lengths[sequence] += 1
+        if self._c.llama_decode(self._context, batch) != 0:
+            raise RuntimeError("llama_decode failed")
+        self._c.llama_get_logits(self._context)  # waits until they are there
+
+
+class Transformers:
+    """transformers in BF16 on torch."""
+
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+        self._caches: dict[int, Any] = {}
+
+    def reset(self) -> None:
+        self._caches = {}
+
+    def prefill(self, tokens: Sequence[int], sequence: int = 0) -> None:
+        self._run(list(tokens), sequence)
+
+    def decode(self, tokens: Sequence[int]) -> None:
+        for i, token in enumerate(tokens):
+            self._run([token], i)
+
+    def truncate(self, length: int, sequences: int = 1) -> None:
+        for i in range(sequences):
+            self._caches[i].crop(length)
+
+    def _run(self, tokens: list[int], sequence: int) -> None:
+        with self._torch.inference_mode():
+            ids = self._torch.tensor([tokens])
+            cache = self._caches.get(sequence)
+            output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self._caches[sequence] = output.past_key_values
+
+
+def start(name: str, checkpoint: Path, gguf: Path, threads: int) -> Runner:
+    """The engine of that name.
+
+    Raises:
+        NotImplementedError: there is no driver for it here.
+    """
+    if name == "qwen-rs":
+        return QwenRs(checkpoint, threads)
+    if name in ("llama.cpp", "ik_llama.cpp"):
+        return LlamaCpp(MODULES[name], gguf, threads)
+    if name == "transformers":
+        return Transformers(checkpoint, threads)
+    raise NotImplementedError(f"no driver for {name}")
+
+
+def measure(engine: Runner, figure: str) -> float:
+    """Tokens per second."""
+    kind, _, size = figure.partition(" ")
+    number = int(size.lstrip("@"))
+    engine.reset()
+    if kind == "prefill":
+        return number / _seconds(lambda: engine.prefill(_tokens(number)))
+    sequences = number if kind == "batch" else 1
+    length = BATCH_PROMPT if kind == "batch" else max(number, 1)
+    for i in range(sequences):
+        engine.prefill(_tokens(length), i)
+    step = [5 + i for i in range(sequences)]
+    engine.decode(step)  # a warm-up
+    return sequences / statistics.median(_seconds(lambda: engine.decode(step)) for _ in range(STEPS))
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _tokens(count: int) -> list[int]:
+    return [(7 * i + 3) % 1000 for i in range(count)]
+
+
+def write_weights(directory: Path, shape: str) -> tuple[Path, Path]:
+    """A random checkpoint and the same weights as Q8_0 GGUF, unless they are there."""
+    import random_checkpoint
+
+    checkpoint, gguf = directory / f"{shape}-random", directory / f"{shape}-random-q8_0.gguf"
+    if not (checkpoint / "config.json").exists():
+        random_checkpoint.write(checkpoint, shape)
+    if not gguf.exists() and _installed("gguf"):
+        partial = gguf.with_suffix(".partial")
+        _write_gguf(checkpoint, partial)
+        partial.rename(gguf)
+    return checkpoint, gguf
+
+
+def _installed(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None
+
+
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""A layer's tensors: checkpoint name, GGUF name."""
+
+
+def _write_gguf(checkpoint: Path, path: Path) -> None:
+    import gguf
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_tokenizer_model("no_vocab")
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for i in range(config["num_hidden_layers"]):
+        names |= {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for ours, theirs in NAMES.items()}
+    with (checkpoint / "model.safetensors").open("rb") as file:
+        header_length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_length))
+        header.pop("__metadata__", None)
+        for name, info in header.items():
+            start, end = info["data_offsets"]
+            file.seek(8 + header_length + start)
+            bf16 = np.frombuffer(file.read(end - start), "<u2")
+            values = (bf16.astype(np.uint32) << 16).view(np.float32).reshape(info["shape"])
+            theirs = names[name.removesuffix(".weight")] + ".weight"
+            if values.ndim == 1:
+                writer.add_tensor(theirs, values)
+            else:
+                q8_0 = gguf.GGMLQuantizationType.Q8_0
+                writer.add_tensor(theirs, gguf.quantize(values, q8_0), raw_dtype=q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    name, checkpoint, gguf, threads = sys.argv[1:]
+    # Engines print to standard output at will: answers go to a copy of it.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine = start(name, Path(checkpoint), Path(gguf), int(threads))
+    print(f"{MARK}ready", file=answers, flush=True)
+    for line in sys.stdin:
+        try:
+            answer: float | None = measure(engine, line.strip())
+        except Exception as error:
+            print(f"{name}: {line.strip()}: {error}", file=sys.stderr)
+            answer = None
+        print(f"{MARK}{json.dumps(answer)}", file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

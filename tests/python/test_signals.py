@@ -1,0 +1,89 @@
+"""Ctrl-C during load, prefill and decode: it stops soon, and the model goes on working.
+
+The signal is sent by a thread of the same process; the work it interrupts takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from qwen_rs import Model
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 4000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    yield Model.random(json.dumps(CONFIG))
+
+
+def interrupted_after(seconds: float, work: Callable[[], object]) -> float:
+    """Milliseconds from the signal to the KeyboardInterrupt."""
+    sent = []
+
+    def send() -> None:
+        time.sleep(seconds)
+        sent.append(time.perf_counter())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    ended = time.perf_counter()
+    thread.join()
+    return 1000 * (ended - sent[0])
+
+
+def test_prefill_stops_and_the_cache_is_as_before(model: Model) -> None:
+    cache = model.new_cache()
+    model.prefill(cache, list(range(50)))
+    prompt = [i % 4000 for i in range(12_000)]
+    took = interrupted_after(0.3, lambda: model.prefill(cache, prompt))
+    print(f"prefill stopped {took:.0f} ms after the signal")
+    assert cache.seq_len == 50
+    fresh = model.new_cache()
+    model.prefill(fresh, list(range(50)))
+    assert np.array_equal(model.decode(cache, 7), model.decode(fresh, 7))
+
+
+def test_decode_stops_and_the_cache_holds_whole_rows(model: Model) -> None:
+    cache = model.new_cache()
+    model.prefill(cache, [1, 2, 3])
+
+    def loop() -> None:
+        while True:
+            model.decode(cache, 5)
+            cache.truncate(3 + cache.seq_len % 100)
+
+    took = interrupted_after(0.3, loop)
+    print(f"decode stopped {took:.0f} ms after the signal")
+    cache.truncate(3)
+    fresh = model.new_cache()
+    model.prefill(fresh, [1, 2, 3])
+    assert np.array_equal(model.decode(cache, 7), model.decode(fresh, 7))
+
+
+def test_load_stops() -> None:
+    config = json.dumps(CONFIG | {"num_hidden_layers": 400})  # some ten seconds
+    took = interrupted_after(1.0, lambda: Model.random(config))
+    print(f"load stopped {took:.0f} ms after the signal")
