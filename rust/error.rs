@@ -16,6 +16,9 @@ pub enum Error {
     /// A cache has no room (`CacheError`).
     #[error("{0}")]
     Cache(String),
+    /// Working memory cannot be had (`MemoryError`).
+    #[error("no memory for {0} bytes of working space")]
+    Memory(usize),
     /// The caller asked for a stop (Ctrl-C); nothing of the call remains in the caches.
     #[error("interrupted")]
     Interrupted,

@@ -6,7 +6,7 @@ use crate::cache::{BlockPool, KvCache, PagedKvCache};
 use crate::error::Error;
 use crate::kernels::{Isa, peak};
 use crate::loader::{Checkpoint, RandomWeights, load_weights};
-use crate::model::qwen3::{Logits, Qwen3, Qwen3Config};
+use crate::model::qwen3::{Logits, Qwen3, Qwen3Config, zeros};
 use crate::sampler;
 use crate::tensor::{BlockQ8_0, KvDtype, Tensor, TensorData, WeightDtype};
 use crate::threads::Threads;
@@ -14,7 +14,7 @@ use numpy::{
     IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2,
     PyUntypedArrayMethods,
 };
-use pyo3::exceptions::{PyKeyboardInterrupt, PyOSError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyKeyboardInterrupt, PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -47,6 +47,7 @@ impl From<Error> for PyErr {
             },
             Error::Model(_) => ModelError::new_err(message),
             Error::Cache(_) => CacheError::new_err(message),
+            Error::Memory(_) => PyMemoryError::new_err(message),
             Error::Interrupted => PyKeyboardInterrupt::new_err(()),
         }
     }
@@ -236,6 +237,12 @@ impl Model {
         self.0.weights().bytes()
     }
 
+    /// Tells models apart: a hash of the shape, the weight dtype and samples of the weights.
+    #[getter]
+    fn fingerprint(&self) -> String {
+        self.0.fingerprint()
+    }
+
     #[pyo3(signature = (kind = "basic", *, kv_dtype = "f32"))]
     fn new_cache(&self, kind: &str, kv_dtype: &str) -> PyResult<Cache> {
         let dtype = KvDtype::parse(kv_dtype)?;
@@ -271,7 +278,7 @@ impl Model {
             let mut cache = cache.lock()?;
             // A prompt that does not fit is refused before memory for its logits is claimed.
             let context = self.0.config().max_position_embeddings;
-            let mut logits = vec![0.0; if tokens.len() > context { 0 } else { rows * vocab }];
+            let mut logits = zeros(if tokens.len() > context { 0 } else { rows * vocab })?;
             let interrupt = || signals.pending();
             self.0.prefill(&mut **cache, &tokens, wanted, &interrupt, &mut logits)?;
             Ok(logits)
@@ -283,7 +290,7 @@ impl Model {
         let token = token_ids(vec![token])?[0];
         let logits = heavy(py, |signals| {
             let mut cache = cache.lock()?;
-            let mut logits = vec![0.0; self.0.config().vocab_size];
+            let mut logits = zeros(self.0.config().vocab_size)?;
             self.0.decode(&mut **cache, token, &|| signals.pending(), &mut logits)?;
             Ok(logits)
         })?;
@@ -305,7 +312,7 @@ impl Model {
             let mut locked = caches.iter().map(|cache| cache.lock()).collect::<Result<Vec<_>, _>>()?;
             let mut caches: Vec<&mut dyn KvCache> =
                 locked.iter_mut().map(|cache| -> &mut dyn KvCache { &mut ***cache }).collect();
-            let mut logits = vec![0.0; rows * vocab];
+            let mut logits = zeros(rows * vocab)?;
             self.0.decode_batch(&mut caches, &tokens, &|| signals.pending(), &mut logits)?;
             Ok(logits)
         })?;

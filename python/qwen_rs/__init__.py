@@ -25,6 +25,7 @@ from .chat import ChatTemplate, Message
 from .llm import LLM, ChatOutput, Output, Piece
 from .metrics import Metrics
 from .sampling_params import SamplingParams
+from .snapshot import load_snapshot, save_snapshot
 from .tokenizer import Tokenizer
 
 __all__ = [
@@ -45,6 +46,8 @@ __all__ = [
     "Tokenizer",
     "available_isas",
     "default_threads",
+    "load_snapshot",
     "quantize_q8_0",
+    "save_snapshot",
 ]
 __version__ = "0.1.0"

@@ -7,6 +7,18 @@ from typing import Any, Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+__all__ = [
+    "Cache",
+    "CacheError",
+    "Model",
+    "ModelError",
+    "Pool",
+    "Sampler",
+    "available_isas",
+    "default_threads",
+    "quantize_q8_0",
+]
+
 class ModelError(Exception): ...
 class CacheError(Exception): ...
 
@@ -42,6 +54,8 @@ class Model:
     def dtype(self) -> str: ...
     @property
     def weight_bytes(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
     def new_cache(self, kind: str = "basic", *, kv_dtype: str = "f32") -> Cache: ...
     def new_pool(self, num_blocks: int, *, block_rows: int = 64, kv_dtype: str = "f32") -> Pool: ...
     def prefill(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, overload
 
 from ._core import Cache, Model, Pool
+from .arguments import checked_keywords
 from .chat import ChatTemplate, Message, split_reasoning
 from .checkpoint import end_of_sequence_ids, generation_config, resolve
 from .metrics import Metrics
@@ -37,6 +39,8 @@ class Output:
         finish_reason: ``stop`` (an end-of-sequence token or a stop string) or ``length``.
         stop_reason: the token id or the string that ended it, None for ``length``.
         prompt_token_ids: the tokens of the prompt.
+        logprobs: for each token the log probabilities (nats) of it and the likeliest, by token id; None
+            unless ``SamplingParams.logprobs`` asks for them.
         metrics: what it took.
     """
 
@@ -45,6 +49,7 @@ class Output:
     finish_reason: str
     stop_reason: int | str | None
     prompt_token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
     metrics: Metrics
 
 
@@ -82,6 +87,7 @@ class LLM:
         ModelError: the checkpoint is wrong.
     """
 
+    @checked_keywords
     def __init__(
         self,
         model: str | os.PathLike[str] = "demo",
@@ -175,6 +181,17 @@ class LLM:
         """
         return self.pieces(self.start(prompt, params))
 
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Piece]:
+        """``stream`` for asyncio: each step runs in a worker thread, so that other tasks go on.
+
+        Raises:
+            as ``stream``.
+        """
+        pieces = self.stream(prompt, params)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            yield piece
+
+    @checked_keywords
     def chat(
         self,
         messages: Sequence[Message],
@@ -243,6 +260,7 @@ class LLM:
             finish_reason=state.finish_reason,
             stop_reason=state.stop_reason,
             prompt_token_ids=list(state.prompt_ids),
+            logprobs=None if state.params.logprobs is None else state.logprobs,
             metrics=metrics,
         )
 

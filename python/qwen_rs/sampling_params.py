@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ._core import ModelError
+from .arguments import checked_keywords
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -29,6 +30,8 @@ class SamplingParams:
         seed: the same seed gives the same tokens; None: a fresh one is drawn.
         stop: strings that end the text; they are not part of it.
         ignore_eos: go on past end-of-sequence tokens.
+        logprobs: with each token give its log probability and those of so many of the likeliest
+            tokens (before temperature, filters and penalties); None: none.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -45,11 +48,13 @@ class SamplingParams:
     seed: int | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_whole("max_tokens", self.max_tokens, 1)
         _check_whole("top_k", self.top_k, 0)
         _check_whole("seed", self.seed, 0)
+        _check_whole("logprobs", self.logprobs, 0)
         if self.seed is not None and self.seed >= 2**64:
             raise ValueError(f"seed must be below 2**64, not {self.seed}")
         _check("temperature", self.temperature, "0 or more", lambda x: 0 <= x < float("inf"))
@@ -79,7 +84,7 @@ class SamplingParams:
             found["temperature"] = 0.0
         chosen = {n: v for n in sampling if (v := getattr(self, n)) is not None}
         try:
-            from_checkpoint = replace(SamplingParams(**{**neutral, **found}))
+            from_checkpoint = SamplingParams(**{**neutral, **found})
         except (ValueError, TypeError) as error:
             raise ModelError(f"generation_config.json: {error}") from None
         filled = {n: getattr(from_checkpoint, n) for n in sampling} | chosen
@@ -101,4 +106,4 @@ def _check_whole(name: str, value: int | None, least: int) -> None:
         raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
-FIELD_NAMES = tuple(field.name for field in fields(SamplingParams))
+SamplingParams.__init__ = checked_keywords(SamplingParams.__init__)  # type: ignore[method-assign]

@@ -29,6 +29,17 @@ class Piece:
     finish_reason: str | None = None
 
 
+def log_probabilities(logits: NDArray[np.float32], token: int, count: int) -> dict[int, float]:
+    """Natural log probabilities of ``token`` and of the ``count`` likeliest, likeliest first."""
+    x = logits.astype(np.float64)
+    x -= x.max()
+    x -= np.log(np.exp(x).sum())
+    count = min(count, len(x))
+    top = np.argpartition(-x, count - 1)[:count] if count else np.array([], dtype=np.int64)
+    chosen = {int(i) for i in top} | {token}
+    return {i: float(x[i]) for i in sorted(chosen, key=lambda i: (-x[i], i))}
+
+
 @dataclass
 class SequenceState:
     """A sequence between its prefill and its end."""
@@ -41,6 +52,7 @@ class SequenceState:
     cache: Cache
     token_ids: list[int] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -70,6 +82,8 @@ class SequenceState:
         self.forward_ms.append(milliseconds)
         token = self._sampler.sample(logits)
         self.token_ids.append(token)
+        if self.params.logprobs is not None:
+            self.logprobs.append(log_probabilities(logits, token, self.params.logprobs))
         if token in self.end_ids and not self.params.ignore_eos:
             return self._end("stop", token, "")
         text, stop = self._stops.push(self._decoder.push(token))

@@ -18,9 +18,9 @@ use std::ops::Range;
 /// that transposing the keys costs little beside them.
 const BLOCK_QUERIES: usize = 72;
 
-/// The order in which the lanes are accumulated: neighbours of the fold-by-halves tree one after the
-/// other (0 + 8, 4 + 12, ...), so that at most four sums wait.
-const FOLD_ORDER: [usize; LANES] = [0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15];
+/// The tree in which 16 lanes are folded by halves: ((0 + 8) + (4 + 12)) + ((2 + 10) + (6 + 14)), and
+/// the same of the odd lanes.
+const FOLD_ORDER: [[[usize; 4]; 2]; 2] = [[[0, 8, 4, 12], [2, 10, 6, 14]], [[1, 9, 5, 13], [3, 11, 7, 15]]];
 
 /// The queries of one sequence.
 #[derive(Clone, Copy)]
@@ -296,44 +296,83 @@ fn scores<L: Lanes, const P: usize, const M: usize, const N: usize>(
     for (block, keys) in keys.chunks_exact(N * width * LANES).enumerate() {
         let out = &mut out[block * N * LANES..];
         assert!(out.len() >= (M - 1) * CHUNK + N * LANES);
-        let mut waiting = [[[l.splat(0.0); N]; M]; 5]; // sums of 1, 2, 4, 8 and 16 lanes
-        for (step, lane) in FOLD_ORDER.into_iter().enumerate() {
-            let mut acc = [[l.splat(0.0); N]; M];
-            // SAFETY: q holds M x width, keys N x width x 16 values.
-            unsafe {
-                for j in 0..P {
-                    let at = j * LANES + lane;
-                    let mut k = [l.splat(0.0); N];
-                    for v in 0..N {
-                        k[v] = l.load(keys.as_ptr().add((v * width + at) * LANES));
-                    }
-                    for m in 0..M {
-                        let q = l.splat(*q.get_unchecked(m * width + at));
-                        for v in 0..N {
-                            acc[m][v] = l.mul_add(q, k[v], acc[m][v]);
-                        }
-                    }
+        let mut halves = [[[l.splat(0.0); N]; M]; 2];
+        for (half, quads) in FOLD_ORDER.iter().enumerate() {
+            let mut sums = [[[l.splat(0.0); N]; M]; 2];
+            for (sum, &[a, b, c, d]) in sums.iter_mut().zip(quads) {
+                // SAFETY: q holds M x width, keys N x width x 16 values.
+                unsafe {
+                    let (q, keys) = (q.as_ptr(), keys.as_ptr());
+                    let ab = add_tiles(
+                        l,
+                        lane_sums::<L, P, M, N>(l, q, keys, a),
+                        lane_sums::<L, P, M, N>(l, q, keys, b),
+                    );
+                    let cd = add_tiles(
+                        l,
+                        lane_sums::<L, P, M, N>(l, q, keys, c),
+                        lane_sums::<L, P, M, N>(l, q, keys, d),
+                    );
+                    *sum = add_tiles(l, ab, cd);
                 }
             }
-            let mut level = 0;
-            while (step >> level) & 1 == 1 {
-                for m in 0..M {
-                    for v in 0..N {
-                        acc[m][v] = l.add(waiting[level][m][v], acc[m][v]);
-                    }
-                }
-                level += 1;
-            }
-            waiting[level] = acc;
+            halves[half] = add_tiles(l, sums[0], sums[1]);
         }
+        let scores = add_tiles(l, halves[0], halves[1]);
         for m in 0..M {
             for v in 0..N {
-                let scores = l.mul(waiting[4][m][v], scale);
+                let scores = l.mul(scores[m][v], scale);
                 // SAFETY: checked above.
                 unsafe { l.store(out.as_mut_ptr().add(m * CHUNK + v * LANES), scores) };
             }
         }
     }
+}
+
+/// Lane `lane` of the dot products of `M` queries with `N` x 16 positions.
+///
+/// # Safety
+/// `q` holds `M x 16 P` values, `keys` `N x 16 P x 16`.
+#[inline(always)]
+unsafe fn lane_sums<L: Lanes, const P: usize, const M: usize, const N: usize>(
+    l: L,
+    q: *const f32,
+    keys: *const f32,
+    lane: usize,
+) -> [[L::F; N]; M] {
+    let width = P * LANES;
+    let mut acc = [[l.splat(0.0); N]; M];
+    for j in 0..P {
+        let at = j * LANES + lane;
+        // SAFETY: at < width.
+        unsafe {
+            let mut k = [l.splat(0.0); N];
+            for v in 0..N {
+                k[v] = l.load(keys.add((v * width + at) * LANES));
+            }
+            for m in 0..M {
+                let q = l.splat(*q.add(m * width + at));
+                for v in 0..N {
+                    acc[m][v] = l.mul_add(q, k[v], acc[m][v]);
+                }
+            }
+        }
+    }
+    acc
+}
+
+#[inline(always)]
+fn add_tiles<L: Lanes, const M: usize, const N: usize>(
+    l: L,
+    a: [[L::F; N]; M],
+    mut b: [[L::F; N]; M],
+) -> [[L::F; N]; M] {
+    for m in 0..M {
+        for v in 0..N {
+            b[m][v] = l.add(a[m][v], b[m][v]);
+        }
+    }
+    b
 }
 
 #[derive(Clone, Copy)]

@@ -7,6 +7,7 @@ use super::rope::Rope;
 use crate::backend::{Backend, Op, Phase, partials_words};
 use crate::cache::{BasicKvCache, ConcatKvCache, KvCache};
 use crate::error::{Error, Result};
+use crate::kernels::q8_0::{BLOCK, quantized_words};
 use crate::loader::Weights;
 use crate::tensor::{KvDtype, Rows};
 use std::sync::{Mutex, MutexGuard};
@@ -62,29 +63,41 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    fn grow(&mut self, config: &Qwen3Config, m: usize) {
+    fn grow(&mut self, config: &Qwen3Config, m: usize) -> Result<()> {
         let widest = config.hidden_size.max(config.q_width()).max(config.intermediate_size);
-        let grow = |buffer: &mut Vec<f32>, words: usize| {
-            if buffer.len() < words {
-                *buffer = vec![0.0; words];
-            }
-        };
-        grow(&mut self.hidden, m * config.hidden_size);
-        grow(&mut self.normed, m * config.hidden_size);
-        grow(&mut self.residual, m * config.hidden_size);
-        grow(&mut self.qkv, m * (config.q_width() + 2 * config.kv_width()));
-        grow(&mut self.attended, m * config.q_width());
-        grow(&mut self.gate_up, m * 2 * config.intermediate_size);
-        grow(&mut self.activated, m * config.intermediate_size);
-        grow(&mut self.rotations, m * config.head_dim);
-        grow(
-            &mut self.quantized,
-            m * crate::kernels::q8_0::quantized_words(widest.div_ceil(crate::kernels::q8_0::BLOCK)),
-        );
         // Zeroed memory is not resident until it is written: the longest context costs nothing yet.
-        let context = config.max_position_embeddings;
-        grow(&mut self.partials, partials_words(config.num_attention_heads, config.head_dim, context));
+        let partials =
+            partials_words(config.num_attention_heads, config.head_dim, config.max_position_embeddings);
+        for (buffer, words) in [
+            (&mut self.hidden, m * config.hidden_size),
+            (&mut self.normed, m * config.hidden_size),
+            (&mut self.residual, m * config.hidden_size),
+            (&mut self.qkv, m * (config.q_width() + 2 * config.kv_width())),
+            (&mut self.attended, m * config.q_width()),
+            (&mut self.gate_up, m * 2 * config.intermediate_size),
+            (&mut self.activated, m * config.intermediate_size),
+            (&mut self.rotations, m * config.head_dim),
+            (&mut self.quantized, m * quantized_words(widest.div_ceil(BLOCK))),
+            (&mut self.partials, partials),
+        ] {
+            if buffer.len() < words {
+                *buffer = zeros(words)?;
+            }
+        }
+        Ok(())
     }
+}
+
+/// `words` zeros.
+///
+/// # Errors
+/// `Memory` if they cannot be had.
+pub fn zeros(words: usize) -> Result<Vec<f32>> {
+    // The zeroed allocation cannot be asked for fallibly: room is tried first, given back, and taken.
+    let mut room: Vec<f32> = Vec::new();
+    room.try_reserve_exact(words).map_err(|_| Error::Memory(words * 4))?;
+    drop(room);
+    Ok(vec![0.0; words])
 }
 
 /// Asked twice a layer: `true` stops the pass.
@@ -249,7 +262,7 @@ impl Qwen3 {
     ) -> Result<()> {
         let (config, backend, weights) = (&self.config, &*self.backend, &self.weights);
         let (m, hidden, arena) = (tokens.len(), config.hidden_size, &weights.arena);
-        scratch.grow(config, m);
+        scratch.grow(config, m)?;
         let rows = sequences.rows;
         let positions = sequences.past.iter().flat_map(|&past| past..past + rows);
         for (position, rotation) in positions.zip(scratch.rotations.chunks_mut(config.head_dim)) {
@@ -279,6 +292,23 @@ impl Qwen3 {
         let lm_head = weights.lm_head.as_ref().unwrap_or(&weights.embed_tokens);
         backend.matmul(Op::LmHead, arena, lm_head, normed, &mut scratch.quantized, logits);
         Ok(())
+    }
+
+    /// Tells models apart: a hash (FNV-1a, 64 bits) of the config, the weight dtype, the norms and a
+    /// cache line of every 16 KiB of the packed weights.
+    pub fn fingerprint(&self) -> String {
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut add = |bytes: &[u8]| {
+            for &byte in bytes {
+                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        };
+        add(format!("{:?} {:?}", self.config, self.weights.dtype).as_bytes());
+        add(bytemuck::cast_slice(&self.weights.norm));
+        for part in self.weights.arena.contents().chunks(16 << 10) {
+            add(&part[..part.len().min(64)]);
+        }
+        format!("{hash:016x}")
     }
 
     /// A copy of a sequence's keys and values: K and V, `[rows, kv_width]`, of every layer.

@@ -7,5 +7,5 @@ mod mlp;
 mod rope;
 
 pub use config::Qwen3Config;
-pub use forward::{Logits, Qwen3};
+pub use forward::{Logits, Qwen3, zeros};
 pub use rope::Rope;

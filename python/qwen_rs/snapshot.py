@@ -1,0 +1,71 @@
+"""A prompt cache on disk: keys and values of a sequence as a safetensors file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from ._core import Cache, Model, ModelError
+
+FORMAT = "qwen-rs snapshot 1"
+
+
+def save_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> None:
+    """Writes all rows of a cache: ``layers.N.k`` and ``layers.N.v``, ``[rows, kv_width]`` F32.
+
+    The file appears whole or not at all.
+
+    Raises:
+        ValueError: the cache is empty.
+        OSError: the file cannot be written.
+    """
+    if cache.seq_len == 0:
+        raise ValueError("the cache is empty")
+    tensors = {}
+    for i, (k, v) in enumerate(model.snapshot(cache)):
+        tensors[f"layers.{i}.k"], tensors[f"layers.{i}.v"] = k, v
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, {"format": FORMAT, "model": model.fingerprint})
+        partial.replace(target)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{target}: {error}") from None
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> None:
+    """Fills an empty cache; what is generated then is bit for bit what the saved sequence gives.
+
+    Raises:
+        OSError: the file cannot be read.
+        ModelError: it is not a snapshot, or belongs to another model or weight dtype.
+        CacheError: the cache is not empty or has no room.
+    """
+    name = os.fspath(path)
+    try:
+        with safetensors.safe_open(name, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ModelError(f"{name}: not a qwen-rs snapshot")
+            if metadata.get("model") != model.fingerprint:
+                raise ModelError(f"{name}: the snapshot belongs to another model or weight dtype")
+            layers = []
+            for i in range(int(model.config["num_hidden_layers"])):
+                k, v = file.get_tensor(f"layers.{i}.k"), file.get_tensor(f"layers.{i}.v")
+                if not (k.dtype == v.dtype == np.float32 and k.ndim == v.ndim == 2):
+                    raise ModelError(f"{name}: layer {i} is not F32 rows")
+                if not (np.isfinite(k).all() and np.isfinite(v).all()):
+                    raise ModelError(f"{name}: layer {i} holds NaN or infinity")
+                layers.append((k, v))
+    except safetensors.SafetensorError as error:
+        raise ModelError(f"{name}: not a whole snapshot: {error}") from None
+    try:
+        model.restore(cache, layers)
+    except ValueError as error:
+        raise ModelError(f"{name}: {error}") from None
