@@ -59,7 +59,9 @@ class QwenRs:
         self._caches: dict[int, Any] = {}
 
     def reset(self) -> None:
-        self._caches = {}
+        # Storage stays claimed, as in the peers, which claim all of it at the start.
+        for cache in self._caches.values():
+            cache.truncate(0)
 
     def prefill(self, tokens: Sequence[int], sequence: int = 0) -> None:
         cache = self._caches.setdefault(sequence, self._model.new_cache(kv_dtype="f16"))

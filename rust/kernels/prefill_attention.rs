@@ -16,7 +16,7 @@ use std::ops::Range;
 
 /// Query vectors (rows x heads of a group) in a block: a multiple of both tile heights, and enough
 /// that transposing the keys costs little beside them.
-const BLOCK_QUERIES: usize = 72;
+const BLOCK_QUERIES: usize = 144;
 
 /// The tree in which 16 lanes are folded by halves: ((0 + 8) + (4 + 12)) + ((2 + 10) + (6 + 14)), and
 /// the same of the odd lanes.
@@ -110,8 +110,8 @@ impl<T: Element, S: KvSource<T>> Kernel for Block<'_, T, S> {
     fn run<L: Lanes>(self, l: L) {
         match (L::REGISTERS, self.queries.head_dim) {
             // 24 accumulators of 32 registers
-            (Registers::ThirtyTwo512, 128) => self.attend::<L, 8, 6, 4>(l),
-            (Registers::ThirtyTwo512, _) => self.attend::<L, 4, 6, 4>(l),
+            (Registers::ThirtyTwo512, 128) => self.attend::<L, 8, 12, 2>(l),
+            (Registers::ThirtyTwo512, _) => self.attend::<L, 4, 12, 2>(l),
             // 8 accumulators of 16 registers
             (Registers::Sixteen256, 128) => self.attend::<L, 8, 4, 1>(l),
             (Registers::Sixteen256, _) => self.attend::<L, 4, 4, 1>(l),
@@ -123,6 +123,7 @@ impl<T: Element, S: KvSource<T>> Kernel for Block<'_, T, S> {
 struct Buffers<'a> {
     q: &'a mut [f32],        // [queries][head_dim]
     keys: &'a mut [f32],     // [CHUNK / 16][head_dim][16]
+    values: &'a mut [f32],   // [head_dim / 16 N][CHUNK][16 N]
     scores: &'a mut [f32],   // [queries][CHUNK]
     partials: &'a mut [f32], // [queries][head_dim + 2]
     sums: &'a mut [f32],     // [queries][head_dim]
@@ -132,6 +133,7 @@ impl<'a> Buffers<'a> {
     fn new(scratch: &'a mut Vec<f32>, queries: usize, head_dim: usize) -> Self {
         let sizes = [
             queries * head_dim,
+            CHUNK * head_dim,
             CHUNK * head_dim,
             queries * CHUNK,
             queries * partial_len(head_dim),
@@ -143,9 +145,10 @@ impl<'a> Buffers<'a> {
         }
         let (q, rest) = scratch.split_at_mut(sizes[0]);
         let (keys, rest) = rest.split_at_mut(sizes[1]);
-        let (scores, rest) = rest.split_at_mut(sizes[2]);
-        let (partials, rest) = rest.split_at_mut(sizes[3]);
-        Self { q, keys, scores, partials, sums: &mut rest[..sizes[4]] }
+        let (values, rest) = rest.split_at_mut(sizes[2]);
+        let (scores, rest) = rest.split_at_mut(sizes[3]);
+        let (partials, rest) = rest.split_at_mut(sizes[4]);
+        Self { q, keys, values, scores, partials, sums: &mut rest[..sizes[5]] }
     }
 }
 
@@ -169,6 +172,7 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
         for start in (0..context).step_by(CHUNK) {
             let end = context.min(start + CHUNK);
             transpose_keys::<L, T, S>(l, self.source, start..end, width, b.keys);
+            copy_values::<L, T, S, N>(l, self.source, start..end, width, b.values);
             let visible = |i: usize| sees(i).min(end).saturating_sub(start);
             for first in (0..end - start).step_by(N * LANES) {
                 // At the end of the chunk there are fewer vectors: one at a time then.
@@ -204,16 +208,14 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
             while i < count {
                 let m = if i + M <= count { M } else { 1 };
                 if visible(i + m - 1) > 0 {
-                    for piece in (0..P).step_by(N) {
-                        let weights = &b.scores[i * CHUNK..(i + m) * CHUNK];
-                        let out = &mut b.partials[i * partial_len(width)..];
-                        let at = ValuesAt { start, piece, width };
-                        match m {
-                            1 => values::<L, T, S, 1, N>(l, self.source, weights, at, [visible(i)], out),
-                            _ => {
-                                let seen = std::array::from_fn(|m| visible(i + m));
-                                values::<L, T, S, M, N>(l, self.source, weights, at, seen, out);
-                            }
+                    let weights = &b.scores[i * CHUNK..(i + m) * CHUNK];
+                    for (part, v) in b.values.chunks_exact(CHUNK * N * LANES).enumerate() {
+                        let out = &mut b.partials[i * partial_len(width) + part * N * LANES..];
+                        if m == M {
+                            let seen = std::array::from_fn(|m| visible(i + m));
+                            values::<L, M, N>(l, v, weights, seen, partial_len(width), out);
+                        } else {
+                            values::<L, 1, N>(l, v, weights, [visible(i)], partial_len(width), out);
                         }
                     }
                 }
@@ -375,67 +377,82 @@ fn add_tiles<L: Lanes, const M: usize, const N: usize>(
     b
 }
 
-#[derive(Clone, Copy)]
-struct ValuesAt {
-    /// The chunk's first position.
-    start: usize,
-    piece: usize,
-    width: usize,
-}
-
-/// `out[m][16 piece..][16 N]`, rows of partials: the weighted sums of V of `M` queries, each over the
-/// first `seen[m]` positions of the chunk, ascending.
+/// Values of up to CHUNK positions to f32, `[width / 16 N][CHUNK][16 N]`: what a tile reads is
+/// contiguous, and widened once for all queries of the block.
 #[inline(always)]
-fn values<L: Lanes, T: Element, S: KvSource<T>, const M: usize, const N: usize>(
+fn copy_values<L: Lanes, T: Element, S: KvSource<T>, const N: usize>(
     l: L,
     source: &S,
-    weights: &[f32],
-    at: ValuesAt,
-    seen: [usize; M],
+    positions: Range<usize>,
+    width: usize,
     out: &mut [f32],
 ) {
-    let offset = at.piece * LANES;
-    let common = seen[0]; // the first query sees the fewest
-    let most = seen[M - 1];
-    assert!(weights.len() >= M * CHUNK && most <= CHUNK && offset + N * LANES <= at.width);
-    let mut acc = [[l.splat(0.0); N]; M];
-    let mut t = 0;
-    while t < most {
-        let run = source.run_from(at.start + t);
-        run.check(at.width);
-        assert!(run.rows > 0, "a cache lent no rows");
-        let rows = run.rows.min(most - t);
-        let together = rows.min(common.saturating_sub(t));
-        // SAFETY: row r of the run holds `width` values (`KvRun::check`); a query has CHUNK weights.
-        unsafe {
-            for r in 0..together {
-                let mut v = [l.splat(0.0); N];
-                for j in 0..N {
-                    v[j] = T::load(l, run.v.as_ptr().add(r * run.stride + offset + j * LANES));
-                }
-                for m in 0..M {
-                    let weight = l.splat(*weights.get_unchecked(m * CHUNK + t + r));
-                    for j in 0..N {
-                        acc[m][j] = l.mul_add(weight, v[j], acc[m][j]);
-                    }
-                }
-            }
-            // Beyond what the first sees, each goes on alone: a weight of 0 is not nothing (0 x
-            // infinity, -0 + 0).
-            for m in 0..M {
-                for r in together..rows.min(seen[m].saturating_sub(t)) {
-                    for j in 0..N {
-                        let v = T::load(l, run.v.as_ptr().add(r * run.stride + offset + j * LANES));
-                        let weight = l.splat(*weights.get_unchecked(m * CHUNK + t + r));
-                        acc[m][j] = l.mul_add(weight, v, acc[m][j]);
-                    }
+    assert!(positions.len() <= CHUNK && out.len() >= CHUNK * width);
+    let mut position = positions.start;
+    while position < positions.end {
+        let run = source.run_from(position);
+        run.check(width);
+        let rows = run.rows.min(positions.end - position);
+        assert!(rows > 0, "a cache lent no rows at position {position}");
+        for r in 0..rows {
+            let t = position - positions.start + r;
+            for piece in 0..width / LANES {
+                // SAFETY: row r of the run holds `width` values (`KvRun::check`); t < CHUNK, and
+                // piece / N < width / 16 N.
+                unsafe {
+                    let v = T::load(l, run.v.as_ptr().add(r * run.stride + piece * LANES));
+                    let at = ((piece / N * CHUNK + t) * N + piece % N) * LANES;
+                    l.store(out.as_mut_ptr().add(at), v);
                 }
             }
         }
-        t += rows;
+        position += rows;
+    }
+}
+
+/// `out[m][16 N]`, rows `stride` apart: the weighted sums of `v`, `[CHUNK][16 N]`, of `M` queries, each
+/// over the first `seen[m]` positions of the chunk, ascending.
+#[inline(always)]
+fn values<L: Lanes, const M: usize, const N: usize>(
+    l: L,
+    v: &[f32],
+    weights: &[f32],
+    seen: [usize; M],
+    stride: usize,
+    out: &mut [f32],
+) {
+    let together = seen[0]; // the first query sees the fewest
+    assert!(weights.len() == M * CHUNK && v.len() == CHUNK * N * LANES);
+    assert!(seen.iter().all(|&seen| together <= seen && seen <= CHUNK));
+    let mut acc = [[l.splat(0.0); N]; M];
+    // SAFETY: t < seen[m] <= CHUNK; a query has CHUNK weights, v has CHUNK rows.
+    unsafe {
+        for t in 0..together {
+            let mut row = [l.splat(0.0); N];
+            for j in 0..N {
+                row[j] = l.load(v.as_ptr().add((t * N + j) * LANES));
+            }
+            for m in 0..M {
+                let weight = l.splat(*weights.get_unchecked(m * CHUNK + t));
+                for j in 0..N {
+                    acc[m][j] = l.mul_add(weight, row[j], acc[m][j]);
+                }
+            }
+        }
+        // Beyond what the first sees, each goes on alone: a weight of 0 is not nothing (0 x infinity,
+        // -0 + 0).
+        for m in 0..M {
+            for t in together..seen[m] {
+                let weight = l.splat(*weights.get_unchecked(m * CHUNK + t));
+                for j in 0..N {
+                    let v = l.load(v.as_ptr().add((t * N + j) * LANES));
+                    acc[m][j] = l.mul_add(weight, v, acc[m][j]);
+                }
+            }
+        }
     }
     for m in 0..M {
-        let out = &mut out[m * partial_len(at.width) + offset..][..N * LANES];
+        let out = &mut out[m * stride..][..N * LANES];
         for j in 0..N {
             // SAFETY: the slice holds N x 16 values.
             unsafe { l.store(out.as_mut_ptr().add(j * LANES), acc[m][j]) };

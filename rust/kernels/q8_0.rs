@@ -183,10 +183,11 @@ impl Kernel for MatmulQ8_0<'_> {
         while row < end {
             let left = end - row;
             row += match L::REGISTERS {
-                // 12 integer and 12 float accumulators of 32 registers.
-                Registers::ThirtyTwo512 if left >= 12 => {
-                    self.groups::<L, 12, 1>(l, row);
-                    12
+                // 12 integer and 12 float accumulators of 32 registers; an activation that is
+                // broadcast serves two groups, so that loads keep up with the dot products.
+                Registers::ThirtyTwo512 if left >= 6 && left != 8 => {
+                    self.groups::<L, 6, 2>(l, row);
+                    6
                 }
                 Registers::ThirtyTwo512 if left >= 8 => {
                     self.groups::<L, 8, 1>(l, row);

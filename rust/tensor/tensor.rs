@@ -167,10 +167,13 @@ impl Tensor {
                 }
             }
             TensorData::F16(values) => {
+                let mut narrow = [f16::ZERO; 64];
                 for r in 0..src.rows {
-                    let end = values.len();
-                    values.resize(end + src.cols, f16::ZERO);
-                    values[end..].convert_from_f32_slice(src.row(r));
+                    for part in src.row(r).chunks(narrow.len()) {
+                        let narrow = &mut narrow[..part.len()];
+                        narrow.convert_from_f32_slice(part);
+                        values.extend_from_slice(narrow);
+                    }
                 }
             }
             TensorData::Q8_0(_) => return Err(Self::quantized()),
