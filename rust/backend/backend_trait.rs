@@ -4,7 +4,7 @@
 //! both. Whatever the two are, the results are the same bits.
 
 use super::profiler::{Op, Profiler};
-use crate::cache::KvView;
+use crate::cache::{KvHead, KvView};
 use crate::kernels::attention::{AttentionChunk, AttentionRow, CHUNK, KvSource, MergeChunks, partial_len};
 use crate::kernels::float::{AddAssign, NormRope, RmsNorm, SwiGlu};
 use crate::kernels::prefill_attention::{PrefillQueries, attention_prefill, has_tile};
@@ -18,15 +18,27 @@ use std::sync::Arc;
 /// Rows that one task of a row-wise operation takes: a few microseconds of work.
 const ROWS_PER_TASK: usize = 8;
 
-/// Queries of one sequence and the keys and values they see.
+/// Queries of some sequences, each with as many rows, and the keys and values they see.
 pub struct AttentionInput<'a> {
-    /// `[rows, num_attention_heads * head_dim]`, after norm and rotation.
+    /// `[sequences * rows, num_attention_heads * head_dim]`, after norm and rotation.
     pub q: Rows<'a>,
-    pub view: &'a KvView<'a>,
+    /// Of each sequence.
+    pub views: &'a [Option<KvView<'a>>],
+    /// Of each sequence: rows before the first query's own. Query `r` sees positions `0..=past + r`.
+    pub past: &'a [usize],
+    /// Queries of each sequence.
+    pub rows: usize,
     pub num_key_value_heads: usize,
     pub head_dim: usize,
-    /// Rows before the first query's own: query `r` sees positions `0..=past + r`.
-    pub past: usize,
+}
+
+impl AttentionInput<'_> {
+    fn view(&self, sequence: usize) -> &KvView<'_> {
+        let Some(view) = &self.views[sequence] else {
+            unreachable!("a cache lends or is copied");
+        };
+        view
+    }
 }
 
 pub trait Backend: Send + Sync {
@@ -96,12 +108,18 @@ pub trait Backend: Send + Sync {
     }
 
     /// `out[rows, num_attention_heads * head_dim]` = causal softmax(q k^T / sqrt(head_dim)) v, each
-    /// KV head serving its group of query heads. `partials` is scratch of
-    /// [`partials_words`] f32.
+    /// KV head serving its group of query heads. `partials` is scratch of [`partials_words`] f32 for
+    /// each sequence.
     fn attention(&self, input: &AttentionInput<'_>, partials: &mut [f32], out: &mut [f32]) {
-        self.profiler().time(Op::Attention, || match input.view.dtype() {
-            KvDtype::F32 => attention::<f32>(self.isa(), self.threads(), input, partials, out),
-            KvDtype::F16 => attention::<f16>(self.isa(), self.threads(), input, partials, out),
+        self.profiler().time(Op::Attention, || {
+            let (isa, threads) = (self.isa(), self.threads());
+            if input.rows > 1 {
+                for sequence in 0..input.views.len() {
+                    prefill_attention(isa, threads, input, sequence, out);
+                }
+            } else {
+                decode_attention(isa, threads, input, partials, out);
+            }
         });
     }
 
@@ -132,71 +150,124 @@ pub fn partials_words(num_attention_heads: usize, head_dim: usize, context: usiz
     context.div_ceil(CHUNK) * num_attention_heads * partial_len(head_dim)
 }
 
-fn attention<T: Element>(
+/// Many queries of one sequence.
+fn prefill_attention(
+    isa: Isa,
+    threads: &Threads,
+    input: &AttentionInput<'_>,
+    sequence: usize,
+    out: &mut [f32],
+) {
+    let first = sequence * input.rows;
+    let q = input.q.slice(first, input.rows);
+    let out = &mut out[first * q.cols..(first + input.rows) * q.cols];
+    let (view, past) = (input.view(sequence), input.past[sequence]);
+    match view.dtype() {
+        KvDtype::F32 => prefill_of::<f32>(isa, threads, input, q, (view, past), out),
+        KvDtype::F16 => prefill_of::<f16>(isa, threads, input, q, (view, past), out),
+    }
+}
+
+fn prefill_of<T: Element>(
+    isa: Isa,
+    threads: &Threads,
+    input: &AttentionInput<'_>,
+    q: Rows<'_>,
+    (view, past): (&KvView<'_>, usize),
+    out: &mut [f32],
+) where
+    for<'h> KvHead<'h>: KvSource<T>,
+{
+    let (kv_heads, head_dim) = (input.num_key_value_heads, input.head_dim);
+    let group_width = q.cols / kv_heads; // query heads of one KV head, side by side
+    let scale = score_scale(head_dim);
+    if has_tile(head_dim, group_width / head_dim) {
+        let queries = PrefillQueries {
+            q: q.data,
+            stride: q.stride,
+            rows: q.rows,
+            num_attention_heads: q.cols / head_dim,
+            num_key_value_heads: kv_heads,
+            head_dim,
+            past,
+            scale,
+        };
+        attention_prefill::<T, _>(isa, threads, queries, &|kv_head| view.head(kv_head), out);
+        return;
+    }
+    threads.for_each_row(out, group_width, 1, |i, out| {
+        let (r, kv_head) = (i / kv_heads, i % kv_heads);
+        isa.run(AttentionRow::<T, _> {
+            q: &q.row(r)[kv_head * group_width..][..group_width],
+            head_dim,
+            source: &view.head(kv_head),
+            context: past + r + 1,
+            scale,
+            out,
+            element: PhantomData,
+        });
+    });
+}
+
+/// One query of each sequence: sequences, chunks and KV heads side by side, then the merge.
+fn decode_attention(
     isa: Isa,
     threads: &Threads,
     input: &AttentionInput<'_>,
     partials: &mut [f32],
     out: &mut [f32],
-) where
-    for<'h> crate::cache::KvHead<'h>: KvSource<T>,
-{
+) {
     let (kv_heads, head_dim, q) = (input.num_key_value_heads, input.head_dim, input.q);
-    let group_width = q.cols / kv_heads; // query heads of one KV head, side by side
-    let group = group_width / head_dim;
-    let scale = 1.0 / (head_dim as f32).sqrt();
-    if q.rows > 1 && has_tile(head_dim, group) {
-        let queries = PrefillQueries {
-            q: q.data,
-            stride: q.stride,
-            rows: q.rows,
-            num_attention_heads: kv_heads * group,
-            num_key_value_heads: kv_heads,
-            head_dim,
-            past: input.past,
-            scale,
-        };
-        attention_prefill::<T, _>(isa, threads, queries, &|kv_head| input.view.head(kv_head), out);
-        return;
-    }
-    if q.rows > 1 {
-        threads.for_each_row(out, group_width, 1, |i, out| {
-            let (r, kv_head) = (i / kv_heads, i % kv_heads);
-            isa.run(AttentionRow::<T, _> {
-                q: &q.row(r)[kv_head * group_width..][..group_width],
-                head_dim,
-                source: &input.view.head(kv_head),
-                context: input.past + r + 1,
-                scale,
-                out,
-                element: PhantomData,
-            });
-        });
-        return;
-    }
-    // One query: chunks and KV heads side by side, then the merge. partials: [chunks][heads][..]
-    let context = input.past + 1;
-    let chunks = context.div_ceil(CHUNK);
-    let width = group * partial_len(head_dim);
-    let partials = &mut partials[..chunks * kv_heads * width];
+    let group_width = q.cols / kv_heads;
+    let heads = q.cols / head_dim;
+    let sequences = input.views.len();
+    let context = |sequence: usize| input.past[sequence] + 1;
+    let most = (0..sequences).map(context).max().unwrap_or(0).div_ceil(CHUNK);
+    let width = group_width / head_dim * partial_len(head_dim);
+    // [sequences][chunks of the longest][kv_heads][group][head_dim + 2]
+    let partials = &mut partials[..sequences * most * kv_heads * width];
     threads.for_each_row(partials, width, 1, |i, partials| {
-        let (chunk, kv_head) = (i / kv_heads, i % kv_heads);
-        isa.run(AttentionChunk::<T, _> {
-            q: &q.row(0)[kv_head * group_width..][..group_width],
-            head_dim,
-            source: &input.view.head(kv_head),
-            positions: chunk * CHUNK..context.min((chunk + 1) * CHUNK),
-            scale,
-            partials,
-            element: PhantomData,
-        });
+        let (sequence, chunk, kv_head) = (i / kv_heads / most, i / kv_heads % most, i % kv_heads);
+        let positions = chunk * CHUNK..context(sequence).min((chunk + 1) * CHUNK);
+        if positions.is_empty() {
+            return;
+        }
+        let view = input.view(sequence);
+        let q = &q.row(sequence)[kv_head * group_width..][..group_width];
+        let head = view.head(kv_head);
+        let scale = score_scale(head_dim);
+        match view.dtype() {
+            KvDtype::F32 => isa.run(AttentionChunk {
+                q,
+                head_dim,
+                source: &head,
+                positions,
+                scale,
+                partials,
+                element: PhantomData::<f32>,
+            }),
+            KvDtype::F16 => isa.run(AttentionChunk {
+                q,
+                head_dim,
+                source: &head,
+                positions,
+                scale,
+                partials,
+                element: PhantomData::<f16>,
+            }),
+        }
     });
-    threads.for_each_row(out, head_dim, kv_heads * group, |head, out| {
+    threads.for_each_row(out, head_dim, heads, |i, out| {
+        let (sequence, head) = (i / heads, i % heads);
         isa.run(MergeChunks {
-            partials: &partials[head * partial_len(head_dim)..],
+            partials: &partials[sequence * most * kv_heads * width + head * partial_len(head_dim)..],
             stride: kv_heads * width,
-            chunks,
+            chunks: context(sequence).div_ceil(CHUNK),
             out,
         });
     });
+}
+
+fn score_scale(head_dim: usize) -> f32 {
+    1.0 / (head_dim as f32).sqrt()
 }

@@ -57,6 +57,11 @@ pub trait Lanes: Copy + Send + Sync + 'static {
     /// `p` is valid for writing 16 i8.
     unsafe fn store_i8(self, p: *mut i8, v: Self::F);
 
+    /// Asks for the cache line at `p`, which need not be a valid address.
+    fn prefetch(self, p: *const u8) {
+        let _ = p;
+    }
+
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;

@@ -102,6 +102,10 @@ fn round_half_away<L: Lanes>(l: L, x: L::F) -> L::F {
     l.sub(positive, negative)
 }
 
+/// How far ahead of a few rows' products weights are asked for: between one row, where reading is all
+/// there is to do, and many, where weights come from a cache, the hardware does not look far enough.
+const PREFETCH: usize = 4096;
+
 /// See the module's text for the order of operations.
 pub(super) struct MatmulQ8_0<'a> {
     pub x: &'a [f32],      // [m, quantized_words(blocks)]
@@ -115,7 +119,12 @@ pub(super) struct MatmulQ8_0<'a> {
 impl MatmulQ8_0<'_> {
     /// `MR` rows of activations by `NR` groups of 16 output rows, all of `k`.
     #[inline(always)]
-    fn block<L: Lanes, const MR: usize, const NR: usize>(&self, l: L, row: usize, group: usize) {
+    fn block<L: Lanes, const MR: usize, const NR: usize, const AHEAD: usize>(
+        &self,
+        l: L,
+        row: usize,
+        group: usize,
+    ) {
         let blocks = self.blocks;
         let mut out = [[l.splat(0.0); NR]; MR];
         // SAFETY: `run` checked that the tile's rows and groups are inside all arrays; the task owns
@@ -134,6 +143,10 @@ impl MatmulQ8_0<'_> {
                 }
                 for j in 0..BLOCK / 4 {
                     for g in 0..NR {
+                        if AHEAD > 0 {
+                            let next = (g * blocks + b) * GROUP_BLOCK + j * 4 * LANES + AHEAD;
+                            l.prefetch(w.wrapping_add(next));
+                        }
                         let w = l.load_q8_0(w.add((g * blocks + b) * GROUP_BLOCK + j * 4 * LANES));
                         for (m, dots) in dots.iter_mut().enumerate() {
                             let a = a.add(m * words * 4 + b * BLOCK + j * 4);
@@ -158,14 +171,14 @@ impl MatmulQ8_0<'_> {
     }
 
     #[inline(always)]
-    fn groups<L: Lanes, const MR: usize, const NR: usize>(&self, l: L, row: usize) {
+    fn groups<L: Lanes, const MR: usize, const NR: usize, const AHEAD: usize>(&self, l: L, row: usize) {
         let mut group = self.tile.groups.start;
         while group + NR <= self.tile.groups.end {
-            self.block::<L, MR, NR>(l, row, group);
+            self.block::<L, MR, NR, AHEAD>(l, row, group);
             group += NR;
         }
         while group < self.tile.groups.end {
-            self.block::<L, MR, 1>(l, row, group);
+            self.block::<L, MR, 1, AHEAD>(l, row, group);
             group += 1;
         }
     }
@@ -186,32 +199,32 @@ impl Kernel for MatmulQ8_0<'_> {
                 // 12 integer and 12 float accumulators of 32 registers; an activation that is
                 // broadcast serves two groups, so that loads keep up with the dot products.
                 Registers::ThirtyTwo512 if left >= 6 && left != 8 => {
-                    self.groups::<L, 6, 2>(l, row);
+                    self.groups::<L, 6, 2, 0>(l, row);
                     6
                 }
                 Registers::ThirtyTwo512 if left >= 8 => {
-                    self.groups::<L, 8, 1>(l, row);
+                    self.groups::<L, 8, 1, PREFETCH>(l, row);
                     8
                 }
                 Registers::ThirtyTwo512 if left >= 4 => {
-                    self.groups::<L, 4, 2>(l, row);
+                    self.groups::<L, 4, 2, PREFETCH>(l, row);
                     4
                 }
                 Registers::Sixteen256 if left >= 4 => {
-                    self.groups::<L, 4, 1>(l, row);
+                    self.groups::<L, 4, 1, PREFETCH>(l, row);
                     4
                 }
                 _ if left >= 2 => {
-                    self.groups::<L, 2, 1>(l, row);
+                    self.groups::<L, 2, 1, PREFETCH>(l, row);
                     2
                 }
                 // One row is bound by memory; several chains hide the dot product's latency.
                 Registers::ThirtyTwo512 => {
-                    self.groups::<L, 1, 4>(l, row);
+                    self.groups::<L, 1, 4, 0>(l, row);
                     1
                 }
                 Registers::Sixteen256 => {
-                    self.groups::<L, 1, 1>(l, row);
+                    self.groups::<L, 1, 1, 0>(l, row);
                     1
                 }
             };

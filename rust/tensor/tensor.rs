@@ -67,6 +67,12 @@ impl<'a> Rows<'a> {
         &self.data[r * self.stride..][..self.cols]
     }
 
+    /// Rows `start..start + rows`.
+    pub fn slice(&self, start: usize, rows: usize) -> Self {
+        assert!(start + rows <= self.rows);
+        Self { data: &self.data[start * self.stride..], rows, ..*self }
+    }
+
     /// Columns `start..start + cols` of the same rows.
     pub fn columns(&self, start: usize, cols: usize) -> Self {
         assert!(start + cols <= self.cols);

@@ -1,7 +1,7 @@
 //! Self-attention of one layer: project, norm and rotate, push to the cache, attend, project back.
 
 use super::config::Qwen3Config;
-use super::forward::{Scratch, Sequences};
+use super::forward::{BATCH, Scratch, Sequences};
 use crate::backend::{AttentionInput, Backend, Op};
 use crate::cache::KvView;
 use crate::error::Result;
@@ -34,35 +34,39 @@ pub fn attention(
         &scratch.rotations,
     );
     let rows = sequences.rows;
+    let all = Rows { data: &qkv[..], rows: m, cols: width, stride: width };
+    // 3. push first, so that attention sees the current rows
     for (i, (cache, &past)) in sequences.caches.iter_mut().zip(sequences.past).enumerate() {
-        let first = i * rows;
-        let all = Rows { data: &qkv[first * width..], rows, cols: width, stride: width };
-        let k = all.columns(q_width, kv_width);
-        let v = all.columns(q_width + kv_width, kv_width);
-        // 3. push first, so that attention sees the current rows
+        let own = all.slice(i * rows, rows);
+        let (k, v) = (own.columns(q_width, kv_width), own.columns(q_width + kv_width, kv_width));
         backend.profiler().time(Op::KvPush, || match past {
             0 => cache.set_prefill(index, k, v),
             _ => cache.push_rows(index, k, v),
         })?;
-        // 4. then borrow: [rows, q] over [past + rows] positions -> [rows, q]
-        let attended = &mut scratch.attended[first * q_width..(first + rows) * q_width];
-        let copies;
-        let view = match cache.kv_view(index) {
-            Some(view) => view,
-            None => {
-                copies = backend.profiler().time(Op::Materialize, || cache.materialize(index))?;
-                KvView::materialized(&copies.0, &copies.1, config.head_dim)?
-            }
-        };
-        let input = AttentionInput {
-            q: all.columns(0, q_width),
-            view: &view,
-            num_key_value_heads: config.num_key_value_heads,
-            head_dim: config.head_dim,
-            past,
-        };
-        backend.attention(&input, &mut scratch.partials, attended);
     }
+    // 4. then borrow what each cache lends, or take a copy: [rows, q] over [past + rows] positions
+    let mut copies = Vec::new(); // of caches that cannot lend
+    for cache in sequences.caches.iter().filter(|cache| cache.kv_view(index).is_none()) {
+        copies.push(backend.profiler().time(Op::Materialize, || cache.materialize(index))?);
+    }
+    let mut copies = copies.iter();
+    let mut views = [const { None }; BATCH];
+    for (view, cache) in views.iter_mut().zip(sequences.caches.iter()) {
+        *view = cache.kv_view(index);
+        if view.is_none() {
+            let copy = copies.next().map(|(k, v)| KvView::materialized(k, v, config.head_dim));
+            *view = copy.transpose()?;
+        }
+    }
+    let input = AttentionInput {
+        q: all.columns(0, q_width),
+        views: &views[..sequences.caches.len()],
+        past: sequences.past,
+        rows,
+        num_key_value_heads: config.num_key_value_heads,
+        head_dim: config.head_dim,
+    };
+    backend.attention(&input, &mut scratch.partials, &mut scratch.attended[..m * q_width]);
     // 5. [m, q] -> [m, hidden]
     let attended = &scratch.attended[..m * q_width];
     let out = &mut scratch.residual[..m * config.hidden_size];

@@ -45,7 +45,7 @@ pub struct Sequences<'a, 'c> {
 }
 
 /// Sequences that one pass decodes together; a larger batch takes several.
-const BATCH: usize = 64;
+pub const BATCH: usize = 64;
 
 /// What a pass of `m` rows works in; it grows to the largest pass and stays.
 #[derive(Default)]
@@ -63,7 +63,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    fn grow(&mut self, config: &Qwen3Config, m: usize) -> Result<()> {
+    fn grow(&mut self, config: &Qwen3Config, m: usize, sequences: usize) -> Result<()> {
         let widest = config.hidden_size.max(config.q_width()).max(config.intermediate_size);
         // Zeroed memory is not resident until it is written: the longest context costs nothing yet.
         let partials =
@@ -78,7 +78,7 @@ impl Scratch {
             (&mut self.activated, m * config.intermediate_size),
             (&mut self.rotations, m * config.head_dim),
             (&mut self.quantized, m * quantized_words(widest.div_ceil(BLOCK))),
-            (&mut self.partials, partials),
+            (&mut self.partials, sequences * partials),
         ] {
             if buffer.len() < words {
                 *buffer = zeros(words)?;
@@ -262,7 +262,7 @@ impl Qwen3 {
     ) -> Result<()> {
         let (config, backend, weights) = (&self.config, &*self.backend, &self.weights);
         let (m, hidden, arena) = (tokens.len(), config.hidden_size, &weights.arena);
-        scratch.grow(config, m)?;
+        scratch.grow(config, m, sequences.caches.len())?;
         let rows = sequences.rows;
         let positions = sequences.past.iter().flat_map(|&past| past..past + rows);
         for (position, rotation) in positions.zip(scratch.rotations.chunks_mut(config.head_dim)) {
