@@ -82,6 +82,8 @@ class LlamaCpp:
         import importlib
 
         self._c = c = importlib.import_module(module)
+        self._log = c.llama_log_callback(lambda *_: None)  # kept: the library holds a bare pointer
+        c.llama_log_set(self._log, None)
         c.llama_backend_init()
         model_params = c.llama_model_default_params()
         if hasattr(model_params, "repack_tensors"):  # ik_llama.cpp: its interleaved layouts
