@@ -81,9 +81,13 @@ class LlamaCpp:
     def __init__(self, module: str, gguf: Path, threads: int) -> None:
         import importlib
 
-        self._c = c = importlib.import_module(module)
-        self._log = c.llama_log_callback(lambda *_: None)  # kept: the library holds a bare pointer
-        c.llama_log_set(self._log, None)
+        c = importlib.import_module(module)
+        if not hasattr(c, "llama_decode"):
+            c = importlib.import_module(f"{module}._ctypes_api")
+        self._c = c
+        if hasattr(c, "llama_log_set"):
+            self._log = c.llama_log_callback(lambda *_: None)  # kept: the library holds a bare pointer
+            c.llama_log_set(self._log, None)
         c.llama_backend_init()
         model_params = c.llama_model_default_params()
         if hasattr(model_params, "repack_tensors"):  # ik_llama.cpp: its interleaved layouts
@@ -124,8 +128,7 @@ class LlamaCpp:
     def prefill(self, tokens: Sequence[int], sequence: int = 0) -> None:
         for start in range(0, len(tokens), 512):
             part = tokens[start : start + 512]
-            last = start + len(part) == len(tokens)
-            self._run([(t, sequence, last and i == len(part) - 1) for i, t in enumerate(part)])
+            self._run([(t, sequence, i == len(part) - 1) for i, t in enumerate(part)])
 
     def decode(self, tokens: Sequence[int]) -> None:
         self._run([(t, i, True) for i, t in enumerate(tokens)])
@@ -152,7 +155,7 @@ class LlamaCpp:
             self._lengths[sequence] += 1
         if self._c.llama_decode(self._context, batch) != 0:
             raise RuntimeError("llama_decode failed")
-        self._c.llama_get_logits(self._context)  # waits until they are there
+        self._c.llama_get_logits_ith(self._context, -1)  # waits until they are there
 
 
 class Transformers:
