@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import numbers
+import operator
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -169,7 +171,7 @@ class LLM:
                 vocabulary.
             CacheError: the cache has no room.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
             return self._outputs([prompts], params)[0]
         return self._outputs(list(prompts), params)
 
@@ -352,16 +354,23 @@ class LLM:
         return (params or SamplingParams()).resolved(self.generation_config)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab = int(self.config["vocab_size"])
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [_token_id(t) for t in prompt]
         if not ids:
             raise ValueError("the prompt is empty")
-        vocab = int(self.config["vocab_size"])
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                raise ValueError(f"token id {token!r} is outside the vocabulary of {vocab}")
+            if not 0 <= token < vocab:
+                raise ValueError(f"token id {token} is outside the vocabulary of {vocab}")
         if len(ids) > self.max_context:
             raise ValueError(f"the prompt has {len(ids)} tokens, more than the context of {self.max_context}")
         return ids
+
+
+def _token_id(value: Any) -> int:
+    try:
+        return operator.index(value)  # numpy's integers too
+    except TypeError:
+        raise ValueError(f"{value!r} is not a token id") from None
 
 
 def _common(prompts: Sequence[Sequence[int]]) -> int:

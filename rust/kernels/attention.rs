@@ -12,6 +12,8 @@ use std::ops::Range;
 
 /// Positions in a chunk.
 pub const CHUNK: usize = 256;
+/// How far ahead rows are asked for.
+const PREFETCH: usize = 4096;
 /// The largest head that the kernels hold in their fixed scratch.
 pub const MAX_HEAD_DIM: usize = 256;
 
@@ -154,6 +156,7 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
                 let n = LANES.min(run.rows - row);
                 let mut sums = [[l.splat(0.0); LANES]; H];
                 for r in 0..n {
+                    self.prefetch(l, run.k.as_ptr(), (row + r) * run.stride);
                     // SAFETY: row `row + r` of the run holds `width` values (`KvRun::check`).
                     let dots =
                         unsafe { self.dot_row::<L, H, P>(l, run.k.as_ptr().add((row + r) * run.stride)) };
@@ -169,6 +172,15 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
                 row += n;
             }
             position += run.rows;
+        }
+    }
+
+    /// Asks for the cache lines of the row that is PREFETCH bytes further on.
+    #[inline(always)]
+    fn prefetch<L: Lanes>(&self, l: L, rows: *const T, at: usize) {
+        let ahead = rows.wrapping_add(at).cast::<u8>().wrapping_add(PREFETCH);
+        for line in (0..self.width * size_of::<T>()).step_by(64) {
+            l.prefetch(ahead.wrapping_add(line));
         }
     }
 
@@ -221,6 +233,7 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
             let run = self.run_from(position);
             let first = position - self.positions.start;
             for r in 0..run.rows {
+                self.prefetch(l, run.v.as_ptr(), r * run.stride + offset);
                 // SAFETY: row r of the run holds `width` values (`KvRun::check`), of which pieces
                 // `piece..piece + P` are read, the last one in part where the width ends in it; a
                 // chunk has CHUNK >= first + rows weights.

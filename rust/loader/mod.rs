@@ -138,6 +138,8 @@ pub fn load_weights(
         false => Some(pack(&["lm_head.weight".into()], &[(vocab, hidden)])?),
     };
     let norm = vector("model.norm.weight".into(), hidden)?;
-    progress(1.0);
+    if !progress(1.0) {
+        return Err(Error::Interrupted);
+    }
     Ok(Weights { arena, dtype, embed_tokens, layers, norm, lm_head })
 }

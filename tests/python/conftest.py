@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,11 @@ from qwen_rs import LLM, Model
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 DEMO = Path(qwen_rs.__file__).parent / "demo"
 CHECKPOINTS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+
+
+# Started in the background by a shell, this process would ignore Ctrl-C, and so would its children:
+# the tests send it, so it is switched on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

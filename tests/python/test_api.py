@@ -203,6 +203,13 @@ def test_the_readme_names_only_options_that_exist() -> None:
     assert not [o for o in unknown if o.strip("`") not in ("--test",)], unknown
 
 
+def test_prompts_may_be_numpy_arrays(demo: LLM) -> None:
+    expected = demo.generate([5, 6, 7], GREEDY).token_ids
+    assert demo.generate(np.array([5, 6, 7]), GREEDY).token_ids == expected  # type: ignore[arg-type]
+    assert demo.generate([np.int64(5), 6, 7], GREEDY).token_ids == expected
+    assert demo.generate(np.array([[5, 6, 7]]), GREEDY)[0].token_ids == expected  # type: ignore[arg-type,index]
+
+
 def test_metrics_round_trip_as_json(demo: LLM) -> None:
     metrics = demo.generate("Emma", GREEDY).metrics
     assert json.loads(json.dumps(metrics.as_dict()))["generated_tokens"] == 16

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -271,14 +270,20 @@ def test_a_model_that_cannot_be_had_is_named(model: str, parts: list[str]) -> No
     one_line(run("generate", "--model", model, "--prompt", "x", HF_HUB_OFFLINE="1"), 1, *parts)
 
 
-def test_a_closed_pipe_ends_it_quietly() -> None:
+def start_long_generation() -> subprocess.Popen[bytes]:
+    """Some seconds of text: the scalar backend, and a seed whose text goes on."""
+    args = ["generate", "--backend", "scalar", "--max-tokens", "2000", "--temperature", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "qwen_rs.cli", "generate", "--max-tokens", "2000", "--seed", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-m", "qwen_rs.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout is not None
     process.stdout.read(1)
+    return process
+
+
+def test_a_closed_pipe_ends_it_with_one_line() -> None:
+    process = start_long_generation()
+    assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     errors = process.stderr.read().decode().splitlines()[1:]
     assert process.wait(timeout=30) == 1
@@ -286,14 +291,7 @@ def test_a_closed_pipe_ends_it_quietly() -> None:
 
 
 def test_control_c_ends_it_with_one_line() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qwen_rs.cli", "generate", "--max-tokens", "2000", "--temperature", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    process.stdout.read(1)
-    time.sleep(0.05)
+    process = start_long_generation()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
