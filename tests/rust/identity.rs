@@ -78,7 +78,7 @@ fn every_instruction_set_and_thread_count() {
 fn every_cache_and_every_split_of_the_prompt() {
     for_each_oracle(|name, dtype, kv, tokens, expected| {
         let model = simd(name, dtype, Isa::available()[0], 2);
-        for split in [7, 64, LENGTH] {
+        for split in [1, 7, 64, LENGTH] {
             for (cache_name, mut cache) in caches(&model, kv) {
                 for (i, chunk) in tokens.chunks(split).enumerate() {
                     let logits = prefill(&model, &mut *cache, chunk);
