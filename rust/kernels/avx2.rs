@@ -302,10 +302,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         }}
     }
     #[inline(always)]
-    fn add_i32(self, a: [__m256i; 2], b: [__m256i; 2]) -> [__m256i; 2] {
-        lane!([_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])])
-    }
-    #[inline(always)]
     fn to_f32(self, a: [__m256i; 2]) -> Floats {
         lane!([_mm256_cvtepi32_ps(a[0]), _mm256_cvtepi32_ps(a[1])])
     }

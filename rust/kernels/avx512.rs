@@ -229,10 +229,6 @@ impl Lanes for Avx512 {
         lane!(_mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(a.cast::<i32>().read_unaligned())))
     }
     #[inline(always)]
-    fn add_i32(self, a: __m512i, b: __m512i) -> __m512i {
-        lane!(_mm512_add_epi32(a, b))
-    }
-    #[inline(always)]
     fn to_f32(self, a: __m512i) -> __m512 {
         lane!(_mm512_cvtepi32_ps(a))
     }

@@ -98,7 +98,6 @@ pub trait Lanes: Copy + Send + Sync + 'static {
     /// # Safety
     /// `a` is valid for reading 4 i8.
     unsafe fn dot_q8_0(self, acc: Self::I, w: Self::W, a: *const i8) -> Self::I;
-    fn add_i32(self, a: Self::I, b: Self::I) -> Self::I;
     fn to_f32(self, a: Self::I) -> Self::F;
 
     /// The first `n` of 16 lanes; the others are 0.

@@ -144,10 +144,6 @@ impl Lanes for Portable {
         acc
     }
     #[inline(always)]
-    fn add_i32(self, a: [i32; LANES], b: [i32; LANES]) -> [i32; LANES] {
-        std::array::from_fn(|i| a[i] + b[i])
-    }
-    #[inline(always)]
     fn to_f32(self, a: [i32; LANES]) -> Floats {
         a.map(|x| x as f32)
     }

@@ -29,8 +29,4 @@ impl BlockQ8_0 {
             })
             .collect()
     }
-
-    pub fn dequantize(&self) -> [f32; BLOCK] {
-        self.qs.map(|q| f32::from(q) * self.d.to_f32())
-    }
 }

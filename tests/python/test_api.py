@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -198,9 +199,9 @@ def test_the_readme_names_only_options_that_exist() -> None:
         subprocess.run([*command, name, "--help"], capture_output=True, text=True, check=True).stdout
         for name in ("generate", "bench")
     )
-    options = {word.strip("`.,;)'") for word in readme.split() if word.startswith(("`--", "--"))}
-    unknown = [o for o in options if o.strip("`").split("=")[0] not in known]
-    assert not [o for o in unknown if o.strip("`") not in ("--test",)], unknown
+    named = set(re.findall(r"(?<=[\s`])--[a-z][a-z-]*", readme)) - {"--test"}  # cargo's
+    assert len(named) > 10
+    assert not [option for option in named if option not in known]
 
 
 def test_prompts_may_be_numpy_arrays(demo: LLM) -> None:
