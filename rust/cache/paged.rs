@@ -8,7 +8,7 @@
 use super::kv_cache_trait::{KvCache, KvShape, KvView};
 use crate::error::{Error, Result};
 use crate::kernels::attention::KvRun;
-use crate::tensor::{KvDtype, Rows, Tensor};
+use crate::tensor::{Buffer, KvDtype, Rows, Tensor};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use std::sync::{Arc, Mutex};
@@ -31,8 +31,8 @@ struct PoolState {
 
 /// `[num_layers][K, V][kv_heads][block_rows][head_dim]`
 enum BlockData {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
+    F32(Buffer<f32>),
+    F16(Buffer<f16>),
 }
 
 /// A block in use; its buffer goes back to the pool when the last sequence lets go of it.
@@ -107,18 +107,8 @@ impl BlockPool {
         let values = self.block_values();
         let failed = |_| Error::cache(format!("no memory for a cache block of {} bytes", self.block_bytes()));
         Ok(match self.dtype {
-            KvDtype::F32 => {
-                let mut data = Vec::new();
-                data.try_reserve_exact(values).map_err(failed)?;
-                data.resize(values, 0.0);
-                BlockData::F32(data)
-            }
-            KvDtype::F16 => {
-                let mut data = Vec::new();
-                data.try_reserve_exact(values).map_err(failed)?;
-                data.resize(values, f16::ZERO);
-                BlockData::F16(data)
-            }
+            KvDtype::F32 => BlockData::F32(Buffer::zeroed(values).map_err(failed)?),
+            KvDtype::F16 => BlockData::F16(Buffer::zeroed(values).map_err(failed)?),
         })
     }
 
@@ -139,7 +129,7 @@ impl BlockPool {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let empty = BlockData::F32(Vec::new());
+        let empty = BlockData::F32(Buffer::default());
         let mut state = self.pool.lock();
         state.free.push(std::mem::replace(&mut self.data, empty));
         state.taken -= 1;

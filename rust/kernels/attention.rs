@@ -12,8 +12,9 @@ use std::ops::Range;
 
 /// Positions in a chunk.
 pub const CHUNK: usize = 256;
-/// How far ahead rows are asked for.
-const PREFETCH: usize = 4096;
+/// How far ahead rows are asked for, into the second-level cache: the first has too few places for
+/// lines on their way to hide the memory's latency.
+const PREFETCH: usize = 8192;
 /// The largest head that the kernels hold in their fixed scratch.
 pub const MAX_HEAD_DIM: usize = 256;
 
@@ -156,7 +157,7 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
                 let n = LANES.min(run.rows - row);
                 let mut sums = [[l.splat(0.0); LANES]; H];
                 for r in 0..n {
-                    self.prefetch(l, run.k.as_ptr(), (row + r) * run.stride);
+                    self.prefetch(l, &run, (run.k.as_ptr(), run.v.as_ptr()), row + r);
                     // SAFETY: row `row + r` of the run holds `width` values (`KvRun::check`).
                     let dots =
                         unsafe { self.dot_row::<L, H, P>(l, run.k.as_ptr().add((row + r) * run.stride)) };
@@ -175,12 +176,16 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
         }
     }
 
-    /// Asks for the cache lines of the row that is PREFETCH bytes further on.
+    /// Asks for the row that is PREFETCH bytes after row `r` of a run, or, where the run ends before,
+    /// for one of those that are read next: V after K, and the next chunk's K after V.
     #[inline(always)]
-    fn prefetch<L: Lanes>(&self, l: L, rows: *const T, at: usize) {
-        let ahead = rows.wrapping_add(at).cast::<u8>().wrapping_add(PREFETCH);
-        for line in (0..self.width * size_of::<T>()).step_by(64) {
-            l.prefetch(ahead.wrapping_add(line));
+    fn prefetch<L: Lanes>(&self, l: L, run: &KvRun<'_, T>, (rows, next): (*const T, *const T), r: usize) {
+        let row = self.width * size_of::<T>();
+        let ahead = r + PREFETCH / row;
+        let (from, at) = if ahead < run.rows { (rows, ahead) } else { (next, ahead - run.rows) };
+        let first = from.wrapping_add(at * run.stride).cast::<u8>();
+        for line in (0..row).step_by(64) {
+            l.prefetch_l2(first.wrapping_add(line));
         }
     }
 
@@ -233,7 +238,10 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
             let run = self.run_from(position);
             let first = position - self.positions.start;
             for r in 0..run.rows {
-                self.prefetch(l, run.v.as_ptr(), r * run.stride + offset);
+                if piece == 0 {
+                    let next = run.k.as_ptr().wrapping_add(run.rows * run.stride);
+                    self.prefetch(l, &run, (run.v.as_ptr(), next), r);
+                }
                 // SAFETY: row r of the run holds `width` values (`KvRun::check`), of which pieces
                 // `piece..piece + P` are read, the last one in part where the width ends in it; a
                 // chunk has CHUNK >= first + rows weights.

@@ -122,6 +122,10 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         lane!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
     }
     #[inline(always)]
+    fn prefetch_l2(self, p: *const u8) {
+        lane!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
+    }
+    #[inline(always)]
     fn add(self, a: Floats, b: Floats) -> Floats {
         lane!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
     }

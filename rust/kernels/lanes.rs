@@ -61,6 +61,10 @@ pub trait Lanes: Copy + Send + Sync + 'static {
     fn prefetch(self, p: *const u8) {
         let _ = p;
     }
+    /// [`Lanes::prefetch`] into the second-level cache only.
+    fn prefetch_l2(self, p: *const u8) {
+        let _ = p;
+    }
 
     fn add(self, a: Self::F, b: Self::F) -> Self::F;
     fn sub(self, a: Self::F, b: Self::F) -> Self::F;

@@ -104,7 +104,10 @@ fn round_half_away<L: Lanes>(l: L, x: L::F) -> L::F {
 
 /// How far ahead of a few rows' products weights are asked for: between one row, where reading is all
 /// there is to do, and many, where weights come from a cache, the hardware does not look far enough.
-const PREFETCH: usize = 4096;
+/// From memory to the second-level cache first, then to the first, which has too few places for lines
+/// on their way to hide the memory's latency alone.
+const PREFETCH_L2: usize = 8192;
+const PREFETCH_L1: usize = 1024;
 
 /// See the module's text for the order of operations.
 pub(super) struct MatmulQ8_0<'a> {
@@ -119,7 +122,7 @@ pub(super) struct MatmulQ8_0<'a> {
 impl MatmulQ8_0<'_> {
     /// `MR` rows of activations by `NR` groups of 16 output rows, all of `k`.
     #[inline(always)]
-    fn block<L: Lanes, const MR: usize, const NR: usize, const AHEAD: usize>(
+    fn block<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(
         &self,
         l: L,
         row: usize,
@@ -143,11 +146,12 @@ impl MatmulQ8_0<'_> {
                 }
                 for j in 0..BLOCK / 4 {
                     for g in 0..NR {
-                        if AHEAD > 0 {
-                            let next = (g * blocks + b) * GROUP_BLOCK + j * 4 * LANES + AHEAD;
-                            l.prefetch(w.wrapping_add(next));
+                        let w = w.add((g * blocks + b) * GROUP_BLOCK + j * 4 * LANES);
+                        if PREFETCH {
+                            l.prefetch_l2(w.wrapping_add(PREFETCH_L2));
+                            l.prefetch(w.wrapping_add(PREFETCH_L1));
                         }
-                        let w = l.load_q8_0(w.add((g * blocks + b) * GROUP_BLOCK + j * 4 * LANES));
+                        let w = l.load_q8_0(w);
                         for (m, dots) in dots.iter_mut().enumerate() {
                             let a = a.add(m * words * 4 + b * BLOCK + j * 4);
                             dots[g] = l.dot_q8_0(dots[g], w, a);
@@ -171,14 +175,14 @@ impl MatmulQ8_0<'_> {
     }
 
     #[inline(always)]
-    fn groups<L: Lanes, const MR: usize, const NR: usize, const AHEAD: usize>(&self, l: L, row: usize) {
+    fn groups<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, row: usize) {
         let mut group = self.tile.groups.start;
         while group + NR <= self.tile.groups.end {
-            self.block::<L, MR, NR, AHEAD>(l, row, group);
+            self.block::<L, MR, NR, PREFETCH>(l, row, group);
             group += NR;
         }
         while group < self.tile.groups.end {
-            self.block::<L, MR, 1, AHEAD>(l, row, group);
+            self.block::<L, MR, 1, PREFETCH>(l, row, group);
             group += 1;
         }
     }
@@ -199,32 +203,32 @@ impl Kernel for MatmulQ8_0<'_> {
                 // 12 integer and 12 float accumulators of 32 registers; an activation that is
                 // broadcast serves two groups, so that loads keep up with the dot products.
                 Registers::ThirtyTwo512 if left >= 6 && left != 8 => {
-                    self.groups::<L, 6, 2, 0>(l, row);
+                    self.groups::<L, 6, 2, false>(l, row);
                     6
                 }
                 Registers::ThirtyTwo512 if left >= 8 => {
-                    self.groups::<L, 8, 1, PREFETCH>(l, row);
+                    self.groups::<L, 8, 1, true>(l, row);
                     8
                 }
                 Registers::ThirtyTwo512 if left >= 4 => {
-                    self.groups::<L, 4, 2, PREFETCH>(l, row);
+                    self.groups::<L, 4, 2, true>(l, row);
                     4
                 }
                 Registers::Sixteen256 if left >= 4 => {
-                    self.groups::<L, 4, 1, PREFETCH>(l, row);
+                    self.groups::<L, 4, 1, true>(l, row);
                     4
                 }
                 _ if left >= 2 => {
-                    self.groups::<L, 2, 1, PREFETCH>(l, row);
+                    self.groups::<L, 2, 1, true>(l, row);
                     2
                 }
                 // One row is bound by memory; several chains hide the dot product's latency.
                 Registers::ThirtyTwo512 => {
-                    self.groups::<L, 1, 4, 0>(l, row);
+                    self.groups::<L, 1, 4, false>(l, row);
                     1
                 }
                 Registers::Sixteen256 => {
-                    self.groups::<L, 1, 1, 0>(l, row);
+                    self.groups::<L, 1, 1, false>(l, row);
                     1
                 }
             };

@@ -1,5 +1,6 @@
 //! `Tensor`: rows of a fixed width that grow in place.
 
+use super::buffer::Buffer;
 use super::q8_0::BlockQ8_0;
 use crate::error::{Error, Result};
 use crate::kernels::Isa;
@@ -16,8 +17,8 @@ pub struct Tensor {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum TensorData {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
+    F32(Buffer<f32>),
+    F16(Buffer<f16>),
     /// `[rows][ceil(cols / 32)]` blocks.
     Q8_0(Vec<BlockQ8_0>),
 }
@@ -89,7 +90,7 @@ impl Tensor {
         if Some(values.len()) != shape[0].checked_mul(shape[1]) {
             return Err(Error::argument(format!("{} values do not fill the shape {shape:?}", values.len())));
         }
-        Ok(Self { data: TensorData::F32(values), shape })
+        Ok(Self { data: TensorData::F32(values.into()), shape })
     }
 
     /// Zero rows of `cols` F32 columns: storage that grows by [`Tensor::append_rows`].
@@ -100,8 +101,8 @@ impl Tensor {
     /// [`Tensor::empty_rows`] of a chosen dtype.
     pub fn empty_rows_of(dtype: KvDtype, cols: usize) -> Self {
         let data = match dtype {
-            KvDtype::F32 => TensorData::F32(Vec::new()),
-            KvDtype::F16 => TensorData::F16(Vec::new()),
+            KvDtype::F32 => TensorData::F32(Buffer::default()),
+            KvDtype::F16 => TensorData::F16(Buffer::default()),
         };
         Self { data, shape: [0, cols] }
     }
@@ -113,8 +114,8 @@ impl Tensor {
     pub fn reserve_rows(&mut self, rows: usize) -> Result<()> {
         let values = rows.saturating_mul(self.shape[1]);
         let failed = match &mut self.data {
-            TensorData::F32(v) => claim(v, values).is_err(),
-            TensorData::F16(v) => claim(v, values).is_err(),
+            TensorData::F32(v) => v.reserve_exact(values).is_err(),
+            TensorData::F16(v) => v.reserve_exact(values).is_err(),
             TensorData::Q8_0(_) => return Err(Self::quantized()),
         };
         if failed {
@@ -166,20 +167,16 @@ impl Tensor {
         if self.capacity_rows() < self.shape[0] + src.rows {
             self.reserve_rows(src.rows.max(self.shape[0]))?;
         }
+        let (values, width) = (src.rows * src.cols, src.cols.max(1));
         match &mut self.data {
-            TensorData::F32(values) => {
-                for r in 0..src.rows {
-                    values.extend_from_slice(src.row(r));
+            TensorData::F32(to) => {
+                for (r, to) in to.grow(values).chunks_exact_mut(width).enumerate() {
+                    to.copy_from_slice(src.row(r));
                 }
             }
-            TensorData::F16(values) => {
-                let mut narrow = [f16::ZERO; 64];
-                for r in 0..src.rows {
-                    for part in src.row(r).chunks(narrow.len()) {
-                        let narrow = &mut narrow[..part.len()];
-                        narrow.convert_from_f32_slice(part);
-                        values.extend_from_slice(narrow);
-                    }
+            TensorData::F16(to) => {
+                for (r, to) in to.grow(values).chunks_exact_mut(width).enumerate() {
+                    to.convert_from_f32_slice(src.row(r));
                 }
             }
             TensorData::Q8_0(_) => return Err(Self::quantized()),
@@ -211,8 +208,8 @@ impl Tensor {
             )));
         }
         let data = match (&a.data, &b.data) {
-            (TensorData::F32(x), TensorData::F32(y)) => TensorData::F32([&x[..], y].concat()),
-            (TensorData::F16(x), TensorData::F16(y)) => TensorData::F16([&x[..], y].concat()),
+            (TensorData::F32(x), TensorData::F32(y)) => TensorData::F32([&x[..], y].concat().into()),
+            (TensorData::F16(x), TensorData::F16(y)) => TensorData::F16([&x[..], y].concat().into()),
             (TensorData::Q8_0(_), _) | (_, TensorData::Q8_0(_)) => return Err(Self::quantized()),
             _ => return Err(Error::argument("F32 and F16 rows cannot be concatenated")),
         };
@@ -241,7 +238,7 @@ impl Tensor {
     /// `Argument` for a quantized tensor.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         match &self.data {
-            TensorData::F32(values) => Ok(values.clone()),
+            TensorData::F32(values) => Ok(values.to_vec()),
             TensorData::F16(values) => Ok(values.to_f32_vec()),
             TensorData::Q8_0(_) => Err(Self::quantized()),
         }
@@ -278,36 +275,3 @@ impl Tensor {
         Error::argument("a quantized tensor has no rows to append, grow or widen")
     }
 }
-
-/// Room for `more` values; large storage is advised for huge pages, before it is touched.
-fn claim<T>(values: &mut Vec<T>, more: usize) -> std::result::Result<(), std::collections::TryReserveError> {
-    let before = values.capacity();
-    values.try_reserve_exact(more)?;
-    if values.capacity() != before {
-        advise_huge_pages(values.as_ptr().cast(), values.capacity() * size_of::<T>());
-    }
-    Ok(())
-}
-
-/// Storage of a head is often smaller than a huge page, but the heads of a cache lie side by side:
-/// advised alike, they share huge pages.
-#[cfg(target_os = "linux")]
-const LARGE: usize = 64 << 10;
-
-/// Decode reads the whole cache: on huge pages it is read faster, and filled with fewer faults.
-#[cfg(target_os = "linux")]
-#[allow(unsafe_code)] // the one system call of this file
-fn advise_huge_pages(start: *const u8, bytes: usize) {
-    const PAGE: usize = 4096;
-    if bytes < LARGE {
-        return;
-    }
-    let first = start.addr() & !(PAGE - 1);
-    let length = (start.addr() + bytes).next_multiple_of(PAGE) - first;
-    // SAFETY: MADV_HUGEPAGE changes how memory is backed, never what it holds, so that it does not
-    // matter what else lies on the first and last page. A refusal is nothing to report.
-    unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(first), length, libc::MADV_HUGEPAGE) };
-}
-
-#[cfg(not(target_os = "linux"))]
-fn advise_huge_pages(_start: *const u8, _bytes: usize) {}

@@ -7,6 +7,7 @@ use crate::cache::KvView;
 use crate::error::Result;
 use crate::loader::LayerWeights;
 use crate::tensor::{Arena, Rows};
+use std::sync::{Mutex, PoisonError};
 
 /// `scratch.normed [m, hidden]` to `scratch.residual [m, hidden]`; each sequence's rows go to its own
 /// cache.
@@ -36,13 +37,22 @@ pub fn attention(
     let rows = sequences.rows;
     let all = Rows { data: &qkv[..], rows: m, cols: width, stride: width };
     // 3. push first, so that attention sees the current rows
-    for (i, (cache, &past)) in sequences.caches.iter_mut().zip(sequences.past).enumerate() {
-        let own = all.slice(i * rows, rows);
-        let (k, v) = (own.columns(q_width, kv_width), own.columns(q_width + kv_width, kv_width));
-        backend.profiler().time(Op::KvPush, || match past {
-            0 => cache.set_prefill(index, k, v),
-            _ => cache.push_rows(index, k, v),
-        })?;
+    let failed = Mutex::new(None);
+    backend.profiler().time(Op::KvPush, || {
+        backend.threads().for_each_mut(sequences.caches, |i, cache| {
+            let own = all.slice(i * rows, rows);
+            let (k, v) = (own.columns(q_width, kv_width), own.columns(q_width + kv_width, kv_width));
+            let pushed = match sequences.past[i] {
+                0 => cache.set_prefill(index, k, v),
+                _ => cache.push_rows(index, k, v),
+            };
+            if let Err(error) = pushed {
+                *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            }
+        });
+    });
+    if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(error);
     }
     // 4. then borrow what each cache lends, or take a copy: [rows, q] over [past + rows] positions
     let mut copies = Vec::new(); // of caches that cannot lend
