@@ -61,7 +61,9 @@ fn split(
     assert_eq!(out.len(), m * n);
     let tiles = OutputTiles { start: out.as_mut_ptr(), width: n };
     let groups = n.div_ceil(LANES);
-    let groups_per_task = (TASK_BYTES / group_bytes).clamp(1, if m > 16 { 8 } else { groups });
+    // Many rows take pairs of groups together, and want a few of them.
+    let (least, most) = if m > 16 { (4, 8) } else { (1, groups) };
+    let groups_per_task = (TASK_BYTES / group_bytes).clamp(least, most);
     let (group_tasks, row_tasks) = (groups.div_ceil(groups_per_task), m.div_ceil(ROW_BLOCK));
     threads.run(group_tasks * row_tasks, &|task| {
         let row = task / group_tasks * ROW_BLOCK;
@@ -73,21 +75,26 @@ fn split(
     });
 }
 
-/// `out[m, n] = x[m, k] W^T`, with float weights packed `[ceil(n / 16)][k][16]`.
+/// Values between the rows of a matmul's activations beyond a row's own: the rows of a tile are read
+/// side by side, and rows a multiple of 4 KiB apart would share the same few places in the cache.
+pub const ROW_PADDING: usize = LANES;
+
+/// `out[m, n] = x[m, k] W^T`, with float weights packed `[ceil(n / 16)][k][16]`; row `r` of `x` is at
+/// `r * stride`.
 pub fn matmul_float<T: Element>(
     isa: Isa,
     threads: &Threads,
-    x: &[f32],
+    (x, stride): (&[f32], usize),
     weights: &[T],
     k: usize,
     n: usize,
     out: &mut [f32],
 ) {
-    assert_eq!(x.len() * n, out.len() * k);
+    assert!(stride >= k && x.len() * n >= out.len() * stride);
     assert_eq!(weights.len(), n.div_ceil(LANES) * k * LANES);
     let group_bytes = k * LANES * size_of::<T>();
     split(threads, out, n, group_bytes, |out, tile| {
-        isa.run(MatmulFloat { x, weights, k, out, tile });
+        isa.run(MatmulFloat { x, stride, weights, k, out, tile });
     });
 }
 
@@ -113,7 +120,8 @@ pub fn matmul_q8_0(
 
 /// `y[n]` = a chain of fused multiply-adds over `k`, ascending, from 0.0.
 struct MatmulFloat<'a, T> {
-    x: &'a [f32],     // [m, k]
+    x: &'a [f32], // row r at r * stride: [k]
+    stride: usize,
     weights: &'a [T], // [ceil(n / 16)][k][16]
     k: usize,
     out: OutputTiles, // [m, n]
@@ -129,7 +137,7 @@ impl<T: Element> MatmulFloat<'_, T> {
         // SAFETY: `run` checked that the tile's rows and groups are inside `x` and `weights`; the
         // task owns the tile of the output.
         unsafe {
-            let x = self.x.as_ptr().add(row * k);
+            let x = self.x.as_ptr().add(row * self.stride);
             let w = self.weights.as_ptr().add(group * k * LANES);
             for i in 0..k {
                 let mut wide = [l.splat(0.0); NR];
@@ -137,7 +145,7 @@ impl<T: Element> MatmulFloat<'_, T> {
                     *wide = T::load(l, w.add((g * k + i) * LANES));
                 }
                 for (m, acc) in acc.iter_mut().enumerate() {
-                    let x = l.splat(*x.add(m * k + i));
+                    let x = l.splat(*x.add(m * self.stride + i));
                     for g in 0..NR {
                         acc[g] = l.mul_add(x, wide[g], acc[g]);
                     }
@@ -169,7 +177,7 @@ impl<T: Element> Kernel for MatmulFloat<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        assert!(self.tile.rows.end * self.k <= self.x.len());
+        assert!(self.tile.rows.end * self.stride <= self.x.len() && self.k <= self.stride);
         assert!(self.tile.groups.end * self.k * LANES <= self.weights.len());
         let (mut row, end) = (self.tile.rows.start, self.tile.rows.end);
         while row < end {

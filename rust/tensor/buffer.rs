@@ -7,9 +7,10 @@ use std::ops::{Deref, DerefMut};
 
 /// From here on values live in pages of their own, advised for huge pages before anything touches
 /// them. The heap would not do: the allocator's own bookkeeping puts a small page into every 2 MiB,
-/// and no huge page fits there any more. Storage of a head is often smaller than a huge page, but the
-/// heads of a cache are mapped side by side and share them.
-const MAPPED_BYTES: usize = 64 << 10;
+/// and no huge page fits there any more. A head's storage may be smaller than a huge page, but the
+/// heads of a cache are mapped side by side and share them. Below this, small pages are the better
+/// ones: those of the headroom are not touched before they are needed.
+const MAPPED_BYTES: usize = 1 << 20;
 
 /// Values in one run of memory, and room for more.
 pub struct Buffer<T>(Storage<T>);

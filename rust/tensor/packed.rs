@@ -2,7 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::kernels::float::AllFinite;
-use crate::kernels::matmul::{matmul_float, matmul_q8_0};
+use crate::kernels::matmul::{ROW_PADDING, matmul_float, matmul_q8_0};
 use crate::kernels::q8_0::{
     BLOCK, GROUP_BLOCK, InterleaveRows, QuantizeActivations, QuantizeWeights, dequantize_packed_row,
     quantized_words,
@@ -39,6 +39,14 @@ impl WeightDtype {
         }
     }
 
+    /// f32 words of a row of `k` activations as a matmul with these weights reads it.
+    pub fn activation_words(self, k: usize) -> usize {
+        match self {
+            Self::Q8_0 => quantized_words(k.div_ceil(BLOCK)),
+            Self::Bf16 | Self::F32 => k + ROW_PADDING,
+        }
+    }
+
     /// Bytes of `[n, k]` weights once packed.
     pub fn packed_bytes(self, n: usize, k: usize) -> usize {
         let rows = n.next_multiple_of(LANES);
@@ -48,6 +56,17 @@ impl WeightDtype {
             Self::F32 => aligned(rows * k * 4),
         }
     }
+}
+
+/// Several rows of activations with padding between them, and their stride; one row as it is.
+fn padded_rows<'a>(threads: &Threads, x: &'a [f32], k: usize, scratch: &'a mut [f32]) -> (&'a [f32], usize) {
+    let (m, stride) = (x.len() / k, k + ROW_PADDING);
+    if m == 1 {
+        return (x, k);
+    }
+    let padded = &mut scratch[..m * stride];
+    threads.for_each_row(padded, stride, 8, |r, out| out[..k].copy_from_slice(&x[r * k..(r + 1) * k]));
+    (padded, stride)
 }
 
 const ALIGN: usize = 64;
@@ -298,15 +317,8 @@ impl PackedWeight {
         }
     }
 
-    /// f32 words of scratch that a matmul of `m` rows needs.
-    pub fn scratch_words(&self, m: usize) -> usize {
-        match self.layout {
-            Layout::Q8_0 { .. } => m * quantized_words(self.k.div_ceil(BLOCK)),
-            _ => 0,
-        }
-    }
-
-    /// `out[m, n] = x[m, k] W^T`. For Q8_0 weights the activations are quantized into `scratch`.
+    /// `out[m, n] = x[m, k] W^T`. `scratch` takes the activations as the kernel reads them:
+    /// [`WeightDtype::activation_words`] for each row.
     pub fn matmul(
         &self,
         arena: &Arena,
@@ -317,10 +329,11 @@ impl PackedWeight {
         out: &mut [f32],
     ) {
         let (n, k) = (self.n, self.k);
+        let m = x.len() / k;
         match &self.layout {
             Layout::Q8_0 { quants, scales } => {
                 let blocks = k.div_ceil(BLOCK);
-                let quantized = &mut scratch[..self.scratch_words(x.len() / k)];
+                let quantized = &mut scratch[..m * quantized_words(blocks)];
                 threads.for_each_row(quantized, quantized_words(blocks), 8, |r, out| {
                     isa.run(QuantizeActivations { x: &x[r * k..(r + 1) * k], out });
                 });
@@ -328,9 +341,11 @@ impl PackedWeight {
                 matmul_q8_0(isa, threads, quantized, weights, blocks, n, out);
             }
             Layout::Bf16(range) => {
+                let x = padded_rows(threads, x, k, scratch);
                 matmul_float::<bf16>(isa, threads, x, arena.slice(range), k, n, out);
             }
             Layout::F32(range) => {
+                let x = padded_rows(threads, x, k, scratch);
                 matmul_float::<f32>(isa, threads, x, arena.slice(range), k, n, out);
             }
         }

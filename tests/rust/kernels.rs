@@ -136,8 +136,11 @@ fn check_float<T: Element>(m: usize, n: usize, k: usize, w: &[T], zero: T) {
         for threads in [1, 2] {
             let threads = Threads::new(threads).unwrap();
             let mut out = vec![f32::NAN; m * n];
-            matmul_float(isa, &threads, &x, &packed, k, n, &mut out);
+            matmul_float(isa, &threads, (&x, k), &packed, k, n, &mut out);
             assert!(bits(&out) == bits(&expected), "{m} x {n} x {k} on {isa:?}");
+            let padded: Vec<f32> = x.chunks(k).flat_map(|row| [row, &[f32::NAN; 16]].concat()).collect();
+            matmul_float(isa, &threads, (&padded, k + 16), &packed, k, n, &mut out);
+            assert!(bits(&out) == bits(&expected), "{m} x {n} x {k} padded on {isa:?}");
         }
     }
 }

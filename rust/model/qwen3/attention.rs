@@ -25,7 +25,7 @@ pub fn attention(
     // 1. q, k and v in one matmul: [m, hidden] -> [m, q | k | v]
     let normed = &scratch.normed[..m * config.hidden_size];
     let qkv = &mut scratch.qkv[..m * width];
-    backend.matmul(Op::QkvProj, arena, &layer.qkv_proj, normed, &mut scratch.quantized, qkv);
+    backend.matmul(Op::QkvProj, arena, &layer.qkv_proj, normed, &mut scratch.operands, qkv);
     // 2. per-head RMSNorm of q and k, then rotation, in place
     backend.qk_norm_rope(
         qkv,
@@ -80,6 +80,6 @@ pub fn attention(
     // 5. [m, q] -> [m, hidden]
     let attended = &scratch.attended[..m * q_width];
     let out = &mut scratch.residual[..m * config.hidden_size];
-    backend.matmul(Op::OProj, arena, &layer.o_proj, attended, &mut scratch.quantized, out);
+    backend.matmul(Op::OProj, arena, &layer.o_proj, attended, &mut scratch.operands, out);
     Ok(())
 }

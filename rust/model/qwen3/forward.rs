@@ -7,9 +7,8 @@ use super::rope::Rope;
 use crate::backend::{Backend, Op, Phase, partials_words};
 use crate::cache::{BasicKvCache, ConcatKvCache, KvCache};
 use crate::error::{Error, Result};
-use crate::kernels::q8_0::{BLOCK, quantized_words};
 use crate::loader::Weights;
-use crate::tensor::{KvDtype, Rows};
+use crate::tensor::{KvDtype, Rows, WeightDtype};
 use std::sync::{Mutex, MutexGuard};
 
 /// Rows of a prompt that pass through the layers together; it bounds the scratch memory. It does not
@@ -58,12 +57,12 @@ pub struct Scratch {
     pub gate_up: Vec<f32>,   // [m, gate | up]
     pub activated: Vec<f32>, // [m, intermediate]
     pub rotations: Vec<f32>, // [m, head_dim]
-    pub quantized: Vec<f32>, // [m, words of the widest quantized activations]
+    pub operands: Vec<f32>,  // [m, words of the widest activations as a matmul reads them]
     pub partials: Vec<f32>,  // attention's chunks, for the longest context
 }
 
 impl Scratch {
-    fn grow(&mut self, config: &Qwen3Config, m: usize, sequences: usize) -> Result<()> {
+    fn grow(&mut self, config: &Qwen3Config, dtype: WeightDtype, m: usize, sequences: usize) -> Result<()> {
         let widest = config.hidden_size.max(config.q_width()).max(config.intermediate_size);
         // Zeroed memory is not resident until it is written: the longest context costs nothing yet.
         let partials =
@@ -77,7 +76,7 @@ impl Scratch {
             (&mut self.gate_up, m * 2 * config.intermediate_size),
             (&mut self.activated, m * config.intermediate_size),
             (&mut self.rotations, m * config.head_dim),
-            (&mut self.quantized, m * quantized_words(widest.div_ceil(BLOCK))),
+            (&mut self.operands, m * dtype.activation_words(widest)),
             (&mut self.partials, sequences * partials),
         ] {
             if buffer.len() < words {
@@ -262,7 +261,7 @@ impl Qwen3 {
     ) -> Result<()> {
         let (config, backend, weights) = (&self.config, &*self.backend, &self.weights);
         let (m, hidden, arena) = (tokens.len(), config.hidden_size, &weights.arena);
-        scratch.grow(config, m, sequences.caches.len())?;
+        scratch.grow(config, weights.dtype, m, sequences.caches.len())?;
         let rows = sequences.rows;
         let positions = sequences.past.iter().flat_map(|&past| past..past + rows);
         for (position, rotation) in positions.zip(scratch.rotations.chunks_mut(config.head_dim)) {
@@ -290,7 +289,7 @@ impl Qwen3 {
         let normed = &mut scratch.normed[rows.clone()];
         backend.rms_norm(&scratch.hidden[rows], &weights.norm, config.rms_norm_eps, normed);
         let lm_head = weights.lm_head.as_ref().unwrap_or(&weights.embed_tokens);
-        backend.matmul(Op::LmHead, arena, lm_head, normed, &mut scratch.quantized, logits);
+        backend.matmul(Op::LmHead, arena, lm_head, normed, &mut scratch.operands, logits);
         Ok(())
     }
 

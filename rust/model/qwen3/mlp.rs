@@ -11,9 +11,9 @@ pub fn mlp(backend: &dyn Backend, arena: &Arena, layer: &LayerWeights, m: usize,
     let hidden = layer.down_proj.n;
     let gate_up = &mut scratch.gate_up[..m * 2 * intermediate]; // [m, gate | up]
     let normed = &scratch.normed[..m * hidden];
-    backend.matmul(Op::GateUpProj, arena, &layer.gate_up_proj, normed, &mut scratch.quantized, gate_up);
+    backend.matmul(Op::GateUpProj, arena, &layer.gate_up_proj, normed, &mut scratch.operands, gate_up);
     let activated = &mut scratch.activated[..m * intermediate]; // [m, intermediate]
     backend.swiglu(gate_up, intermediate, activated);
     let out = &mut scratch.residual[..m * hidden];
-    backend.matmul(Op::DownProj, arena, &layer.down_proj, activated, &mut scratch.quantized, out);
+    backend.matmul(Op::DownProj, arena, &layer.down_proj, activated, &mut scratch.operands, out);
 }
