@@ -11,7 +11,6 @@ engine in another virtual environment is named with ``--python PEER=PATH_TO_PYTH
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -77,9 +76,10 @@ def main() -> None:
     rounds = 2 if args.quick else args.rounds
     figures = [f for f in args.figures.split(",") if not (args.quick and f.endswith("4096"))]
     pythons = dict(entry.split("=", 1) for entry in args.python)
-    peers, missing = [], []
+    peers: list[str] = []
+    missing: list[str] = []
     for peer, module in peer_engines.MODULES.items():
-        found = peer in pythons or importlib.util.find_spec(module) is not None
+        found = peer in pythons or peer_engines.installed(module)
         (peers if found else missing).append(peer)
     if missing:
         print(f"not installed, left out: {', '.join(missing)}")

@@ -6,6 +6,8 @@ Started by ``compare_peers.py``: reads a figure's name a line (``prefill 512``, 
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -22,7 +24,7 @@ MODULES = {
     "ik_llama.cpp": "ik_llama_cpp",
     "mistral.rs": "mistralrs",
     "transformers": "transformers",
-    "openvino": "openvino",
+    "openvino": "optimum.intel",
 }
 """Peers and the Python modules that carry them."""
 MARK = "@engine "
@@ -79,8 +81,6 @@ class LlamaCpp:
     """llama.cpp or ik_llama.cpp through the C API of their Python packages."""
 
     def __init__(self, module: str, gguf: Path, threads: int) -> None:
-        import importlib
-
         c = importlib.import_module(module)
         if not hasattr(c, "llama_decode"):
             c = importlib.import_module(f"{module}._ctypes_api")
@@ -192,35 +192,119 @@ class Transformers:
             self._caches[sequence] = output.past_key_values
 
 
-def start(name: str, checkpoint: Path, gguf: Path, threads: int) -> Runner:
-    """The engine of that name.
+class MistralRs:
+    """mistral.rs: whole requests, timed by its own usage figures. One sequence at a time."""
 
-    Raises:
-        NotImplementedError: there is no driver for it here.
-    """
-    if name == "qwen-rs":
-        return QwenRs(checkpoint, threads)
-    if name in ("llama.cpp", "ik_llama.cpp"):
-        return LlamaCpp(MODULES[name], gguf, threads)
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        os.environ["RAYON_NUM_THREADS"] = str(threads)
+        from mistralrs import Architecture, Runner, Which
+        from tokenizers import Tokenizer
+
+        plain = Which.Plain(str(checkpoint), arch=Architecture.Qwen3)
+        self._runner = Runner(which=plain, in_situ_quant="Q8_0", prefix_cache_n=0, no_paged_attn=True)
+        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+    def measure(self, figure: str) -> float | None:
+        from mistralrs import CompletionRequest
+
+        kind, length = _parse(figure)
+        if kind == "batch":
+            return None
+        prompt = self._tokenizer.decode(_tokens(length), skip_special_tokens=False)
+        new = 1 if kind == "prefill" else 1 + STEPS
+        request = CompletionRequest(prompt, "default", max_tokens=new, top_k=1, ignore_eos=True)
+        usage = self._runner.send_completion_request(request).usage
+        # The prompt's own tokens are counted: decoded and encoded again they may be a few more or less.
+        return float(usage.avg_prompt_tok_per_sec if kind == "prefill" else usage.avg_compl_tok_per_sec)
+
+
+class OpenVino:
+    """OpenVINO through optimum-intel, int8 weights: a greedy generation, timed token by token."""
+
+    def __init__(self, checkpoint: Path, threads: int) -> None:
+        from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+        exported = checkpoint.with_name(checkpoint.name + "-openvino")
+        if not exported.exists():
+            int8 = OVWeightQuantizationConfig(bits=8)
+            model = OVModelForCausalLM.from_pretrained(checkpoint, export=True, quantization_config=int8)
+            model.save_pretrained(exported)
+        config = {"INFERENCE_NUM_THREADS": str(threads), "KV_CACHE_PRECISION": "f16"}
+        self._model = OVModelForCausalLM.from_pretrained(exported, ov_config=config)
+
+    def measure(self, figure: str) -> float | None:
+        import torch
+
+        kind, length = _parse(figure)
+        if kind == "batch":
+            return None
+        times = [time.perf_counter()]
+
+        class Clock:
+            def put(self, _: object) -> None:
+                times.append(time.perf_counter())
+
+            def end(self) -> None: ...
+
+        new = 1 if kind == "prefill" else 1 + STEPS
+        ids = torch.tensor([_tokens(length)])
+        attention = torch.ones_like(ids)
+        self._model.generate(
+            ids,
+            attention_mask=attention,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            streamer=Clock(),
+        )
+        # The streamer is given the prompt first, then each token.
+        seconds = [b - a for a, b in itertools.pairwise(times[1:])]
+        return length / seconds[0] if kind == "prefill" else 1 / statistics.median(seconds[1:])
+
+
+class Steps:
+    """A :class:`Runner`, measured forward pass by forward pass."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def measure(self, figure: str) -> float | None:
+        engine = self._runner
+        kind, number = _parse(figure)
+        engine.reset()
+        if kind == "prefill":
+            return number / _seconds(lambda: engine.prefill(_tokens(number)))
+        sequences = number if kind == "batch" else 1
+        for i in range(sequences):
+            engine.prefill(_tokens(BATCH_PROMPT if kind == "batch" else number), i)
+        step = [5 + i for i in range(sequences)]
+        engine.decode(step)  # a warm-up
+        return sequences / statistics.median(_seconds(lambda: engine.decode(step)) for _ in range(STEPS))
+
+
+class Engine(Protocol):
+    def measure(self, figure: str) -> float | None:
+        """Tokens per second, or None if the engine cannot do it."""
+
+
+def start(name: str, checkpoint: Path, gguf: Path, threads: int) -> Engine:
+    """The engine of that name."""
+    if name == "mistral.rs":
+        return MistralRs(checkpoint, threads)
+    if name == "openvino":
+        return OpenVino(checkpoint, threads)
     if name == "transformers":
-        return Transformers(checkpoint, threads)
-    raise NotImplementedError(f"no driver for {name}")
+        return Steps(Transformers(checkpoint, threads))
+    if name == "qwen-rs":
+        return Steps(QwenRs(checkpoint, threads))
+    return Steps(LlamaCpp(MODULES[name], gguf, threads))
 
 
-def measure(engine: Runner, figure: str) -> float:
-    """Tokens per second."""
+def _parse(figure: str) -> tuple[str, int]:
+    """What is measured, and how many tokens (of the prompt, or in the cache; at least one) or
+    sequences."""
     kind, _, size = figure.partition(" ")
-    number = int(size.lstrip("@"))
-    engine.reset()
-    if kind == "prefill":
-        return number / _seconds(lambda: engine.prefill(_tokens(number)))
-    sequences = number if kind == "batch" else 1
-    length = BATCH_PROMPT if kind == "batch" else max(number, 1)
-    for i in range(sequences):
-        engine.prefill(_tokens(length), i)
-    step = [5 + i for i in range(sequences)]
-    engine.decode(step)  # a warm-up
-    return sequences / statistics.median(_seconds(lambda: engine.decode(step)) for _ in range(STEPS))
+    return kind, max(int(size.lstrip("@")), 1)
 
 
 def _seconds(work: Callable[[], None]) -> float:
@@ -240,17 +324,18 @@ def write_weights(directory: Path, shape: str) -> tuple[Path, Path]:
     checkpoint, gguf = directory / f"{shape}-random", directory / f"{shape}-random-q8_0.gguf"
     if not (checkpoint / "config.json").exists():
         random_checkpoint.write(checkpoint, shape)
-    if not gguf.exists() and _installed("gguf"):
+    if not gguf.exists() and installed("gguf"):
         partial = gguf.with_suffix(".partial")
         _write_gguf(checkpoint, partial)
         partial.rename(gguf)
     return checkpoint, gguf
 
 
-def _installed(module: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(module) is not None
+def installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
 
 
 NAMES = {
@@ -320,7 +405,7 @@ def main() -> None:
     print(f"{MARK}ready", file=answers, flush=True)
     for line in sys.stdin:
         try:
-            answer: float | None = measure(engine, line.strip())
+            answer = engine.measure(line.strip())
         except Exception as error:
             print(f"{name}: {line.strip()}: {error}", file=sys.stderr)
             answer = None

@@ -67,7 +67,9 @@ def write(directory: Path, shape: str, seed: int = 0) -> None:
             else:
                 values = rng.standard_normal(dims, np.float32) * np.float32(0.02)
             file.write((values.view(np.uint32) >> 16).astype("<u2").tobytes())
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # What released checkpoints say beside their shape; some engines ask for it.
+    said = {"max_window_layers": config["num_hidden_layers"], "use_sliding_window": False}
+    (directory / "config.json").write_text(json.dumps(config | said, indent=2) + "\n")
     demo = Path(qwen_rs.__file__).parent / "demo"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, directory)
