@@ -183,7 +183,7 @@ impl Model {
         let backend = new_backend(backend, threads)?;
         let config = Qwen3Config::from_json(config)?;
         heavy(py, |signals| {
-            let source = RandomWeights::new(&config, seed);
+            let source = RandomWeights::new(&config, seed)?;
             let (isa, threads) = (backend.isa(), backend.threads());
             let going_on = |_| !signals.pending();
             let weights = load_weights(&config, &source, dtype, isa, threads, &going_on)?;

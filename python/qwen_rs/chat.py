@@ -12,14 +12,16 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ._core import ModelError
-from .tokenizer import Tokenizer, read_json
+from .template_sandbox import MAX_SOURCE, TemplateSandbox, render
+from .tokenizer import Tokenizer, read_file, read_json
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, ``content`` and what else the template reads."""
 
+# What rendering raises: jinja2's own errors, and those of operations on values that do not fit.
+REFUSALS = (jinja2.TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -38,14 +40,18 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A checkpoint's template: ``chat_template.jinja``, else the one in ``tokenizer_config.json``."""
+    """A checkpoint's template: ``chat_template.jinja``, else the one in ``tokenizer_config.json``.
+
+    It renders as transformers renders it, in a sandbox: a template gets the messages, and neither
+    Python's attributes nor work without bound.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
         """
         Raises:
             ModelError: the template does not parse.
         """
-        environment = ImmutableSandboxedEnvironment(
+        environment = TemplateSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
         environment.filters["tojson"] = _tojson
@@ -53,9 +59,11 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         self._where = where
         self._special_tokens = dict(special_tokens)
+        if len(source) > MAX_SOURCE:
+            raise ModelError(f"{where}: the chat template is longer than {MAX_SOURCE} characters")
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
             raise ModelError(f"{where}: the chat template does not parse: {error}") from None
 
     @classmethod
@@ -64,7 +72,11 @@ class ChatTemplate:
         special = {n: t for n in SPECIAL_TOKENS if (t := tokenizer.special_token(n)) is not None}
         path = directory / "chat_template.jinja"
         if path.exists():
-            return cls(path.read_text(encoding="utf-8"), special, str(path))
+            try:
+                source = read_file(path).decode("utf-8")
+            except UnicodeDecodeError:
+                raise ModelError(f"{path}: not valid UTF-8") from None
+            return cls(source, special, str(path))
         path = directory / "chat_template.json"
         holder = read_json(path) if path.exists() else tokenizer.config
         source = holder.get("chat_template") if isinstance(holder, dict) else None
@@ -95,21 +107,32 @@ class ChatTemplate:
 
         Raises:
             ValueError: there are no messages, or the template refuses them.
+
+        >>> source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        >>> template = ChatTemplate(source, {}, "it")
+        >>> template.render([{"role": "user", "content": "Hello"}])
+        '<user>Hello'
+        >>> ChatTemplate("{{ ''.__class__ }}", {}, "it").render([{"role": "user", "content": "Hello"}])
+        Traceback (most recent call last):
+        ValueError: it: the chat template refuses the messages: attribute '__class__' of 'str' is unsafe
         """
         if not messages:
             raise ValueError("there are no messages")
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
         try:
-            return self._template.render(
-                messages=[dict(m) for m in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-                **variables,
+            return render(
+                self._template,
+                {
+                    "messages": [dict(m) for m in messages],
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    **self._special_tokens,
+                    **variables,
+                },
             )
-        except (jinja2.TemplateError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except REFUSALS as error:
             raise ValueError(f"{self._where}: the chat template refuses the messages: {error}") from None
 
 
@@ -122,6 +145,11 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str | None, str
 
     Returns:
         ``(reasoning or None, content)``. Thinking that was cut off before its end is all reasoning.
+
+    >>> split_reasoning("<think>Is it?</think>Yes.")
+    ('Is it?', 'Yes.')
+    >>> split_reasoning("Is it", opened=True)
+    ('Is it', '')
     """
     start = text.lstrip()
     if start.startswith("<think>"):

@@ -83,10 +83,32 @@ class LLM:
         max_context: the most tokens of prompt and output together; None: what the model allows.
         progress: called with the share of the weights that is loaded, 0 to 1.
 
+    Attributes:
+        tokenizer: the checkpoint's :class:`Tokenizer`.
+        config: the model's shape, in the checkpoint's own names.
+        chat_template: the checkpoint's :class:`ChatTemplate`, or None.
+        generation_config: what ``generation_config.json`` says.
+        eos_token_ids: every id that ends a sequence.
+        max_context: the most tokens of prompt and output together.
+
     Raises:
         ValueError: an argument cannot be used.
         OSError: a file cannot be read, or the hub cannot be reached.
         ModelError: the checkpoint is wrong.
+
+    An ``LLM`` is a context manager, and may be shared by threads, which take turns step by step; each
+    generation has a cache of its own. It cannot be pickled. A forked child may use it, on one thread.
+
+    >>> llm = LLM("demo", threads=1)
+    >>> output = llm.generate("It is a truth", SamplingParams(max_tokens=4, temperature=0))
+    >>> len(output.token_ids), output.finish_reason, output.stop_reason
+    (4, 'length', None)
+    >>> llm.config["num_hidden_layers"], llm.config["head_dim"]
+    (6, 64)
+    >>> llm.close()
+    >>> llm.generate("It is a truth")
+    Traceback (most recent call last):
+    ValueError: the LLM is closed
     """
 
     @checked_keywords
@@ -170,6 +192,15 @@ class LLM:
             ValueError: a prompt is empty, longer than the context, or has an id outside the
                 vocabulary.
             CacheError: the cache has no room.
+
+        >>> llm = LLM("demo")
+        >>> params = SamplingParams(max_tokens=5, seed=1)
+        >>> one, two = llm.generate(["Emma", "Mr. Darcy"], params)
+        >>> one.token_ids == llm.generate("Emma", params).token_ids
+        True
+        >>> llm.generate("")
+        Traceback (most recent call last):
+        ValueError: the prompt is empty
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
             return self._outputs([prompts], params)[0]
@@ -178,8 +209,16 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Generates piece by piece: whole characters as soon as they are complete.
 
+        The pieces' texts joined are the text that ``generate`` gives. A stream may be dropped at any
+        time.
+
         Raises:
             as ``generate``, before the first piece.
+
+        >>> llm = LLM("demo")
+        >>> pieces = list(llm.stream("Emma", SamplingParams(max_tokens=5, seed=1)))
+        >>> sum(len(piece.token_ids) for piece in pieces), pieces[-1].finish_reason
+        (5, 'length')
         """
         return self.pieces(self.start(prompt, params))
 

@@ -35,6 +35,18 @@ class SamplingParams:
 
     Raises:
         ValueError: a setting is out of its range.
+
+    Sources: top-p is nucleus sampling (Holtzman et al. 2019), min-p is of Nguyen et al. 2024, the
+    repetition penalty of Keskar et al. 2019 (CTRL).
+
+    >>> SamplingParams(stop="END").stop_strings
+    ('END',)
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+    ValueError: top_p must be above 0 and at most 1, not 1.5
+    >>> SamplingParams(temprature=1)
+    Traceback (most recent call last):
+    TypeError: SamplingParams: no argument 'temprature'; did you mean 'temperature'?
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS

@@ -22,6 +22,17 @@ def save_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> N
     Raises:
         ValueError: the cache is empty.
         OSError: the file cannot be written.
+
+    >>> import tempfile
+    >>> model = Model.load(Path(__file__).parent / "demo")
+    >>> cache, again = model.new_cache(), model.new_cache()
+    >>> logits = model.prefill(cache, [1, 2, 3])  # [1, vocab_size]
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = Path(directory) / "prompt.safetensors"
+    ...     save_snapshot(path, model, cache)
+    ...     load_snapshot(path, model, again)
+    >>> bool((model.decode(cache, 4) == model.decode(again, 4)).all())
+    True
     """
     if cache.seq_len == 0:
         raise ValueError("the cache is empty")

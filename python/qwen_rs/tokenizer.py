@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,25 @@ from ._core import ModelError
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
+MAX_FILE = 256 << 20
+"""Bytes of a checkpoint's text file; a tokenizer of 150,000 tokens has 11 million."""
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a checkpoint's text file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ModelError: it is not a file, or not of this kind.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path}: not a file")  # a pipe would be waited for, a device never ends
+    if status.st_size > MAX_FILE:
+        raise ModelError(f"{path}: too large ({status.st_size} bytes)")
+    return path.read_bytes()
+
+
 def read_json(path: Path) -> Any:
     """The JSON of a checkpoint's file.
 
@@ -22,13 +43,19 @@ def read_json(path: Path) -> Any:
         ModelError: it is not JSON, with its path.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_file(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from None
 
 
 class Tokenizer:
-    """A checkpoint's ``tokenizer.json``, through the tokenizers library."""
+    """A checkpoint's ``tokenizer.json``, through the tokenizers library.
+
+    >>> tokenizer = Tokenizer(Path(__file__).parent / "demo")
+    >>> ids = tokenizer.encode("Emma Woodhouse, handsome, clever, and rich")
+    >>> tokenizer.decode(ids)
+    'Emma Woodhouse, handsome, clever, and rich'
+    """
 
     def __init__(self, directory: Path) -> None:
         """
@@ -37,11 +64,10 @@ class Tokenizer:
             ModelError: it is not a tokenizer.
         """
         path = directory / "tokenizer.json"
-        text = path.read_text(encoding="utf-8", errors="replace")
-        try:
+        text = read_file(path).decode("utf-8", errors="replace")
+        self._path = path
+        with self._failures("not a tokenizer"):
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
-            raise ModelError(f"{path}: not a tokenizer: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config_path = directory / "tokenizer_config.json"
@@ -56,12 +82,29 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; special tokens written out in it are recognized, none are added."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Token ids of ``text``; special tokens written out in it are recognized, none are added.
+
+        Raises:
+            ModelError: the tokenizer cannot encode it.
+        """
+        with self._failures("the tokenizer fails"):
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that form no character become U+FFFD."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with self._failures("the tokenizer fails"):
+            return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """A ``ModelError`` for whatever the tokenizers library raises."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # plain Exception, or its panics, which are not even that
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(f"{self._path}: {what}: {reason}") from None
 
     def token_id(self, token: str) -> int | None:
         """The id of one token, or None."""
@@ -80,6 +123,11 @@ class StreamDecoder:
 
     Bytes are held until they complete a character, so the pieces joined, with what ``flush`` gives,
     are the text of all ids.
+
+    >>> tokenizer = Tokenizer(Path(__file__).parent / "demo")
+    >>> decoder = StreamDecoder(tokenizer)
+    >>> [piece for i in tokenizer.encode("\N{GRINNING FACE}") if (piece := decoder.push(i))]
+    ['\N{GRINNING FACE}']
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -109,7 +157,12 @@ class StreamDecoder:
 
 
 class StopStrings:
-    """Finds stop strings in streamed text and holds back what may be the beginning of one."""
+    """Finds stop strings in streamed text and holds back what may be the beginning of one.
+
+    >>> stops = StopStrings(["END"])
+    >>> stops.push("the E"), stops.push("ND and on")
+    (('the ', None), ('', 'END'))
+    """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)

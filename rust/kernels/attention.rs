@@ -14,7 +14,7 @@ use std::ops::Range;
 pub const CHUNK: usize = 256;
 /// How far ahead rows are asked for, into the second-level cache: the first has too few places for
 /// lines on their way to hide the memory's latency.
-const PREFETCH: usize = 8192;
+const PREFETCH: usize = 6144;
 /// The largest head that the kernels hold in their fixed scratch.
 pub const MAX_HEAD_DIM: usize = 256;
 

@@ -67,9 +67,18 @@ fn in_directory(directory: &Path, error: Error) -> Error {
     }
 }
 
+/// The size of a file that is one: a pipe would be waited for, a device never ends.
+fn regular_file(path: &Path) -> Result<u64> {
+    let metadata = std::fs::metadata(path).map_err(|e| Error::file(path, e))?;
+    if !metadata.is_file() {
+        return Err(Error::model(format!("{}: not a file", path.display())));
+    }
+    Ok(metadata.len())
+}
+
 fn read_json(path: &Path) -> Result<String> {
     let failed = |e| Error::file(path, e);
-    let size = std::fs::metadata(path).map_err(failed)?.len();
+    let size = regular_file(path)?;
     if size > LARGEST_JSON {
         return Err(Error::model(format!("{}: too large ({size} bytes)", path.display())));
     }
@@ -101,11 +110,8 @@ fn read_index(path: &Path) -> Result<BTreeSet<String>> {
 
 impl WeightFile {
     fn open(path: PathBuf) -> Result<Self> {
+        regular_file(&path)?;
         let file = File::open(&path).map_err(|e| Error::file(&path, e))?;
-        let is_file = file.metadata().map_err(|e| Error::file(&path, e))?.is_file();
-        if !is_file {
-            return Err(Error::model(format!("{}: not a file", path.display())));
-        }
         // SAFETY: the map is read-only and lives while the model loads. As with every memory map, the
         // file must not be cut short by someone else meanwhile.
         let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::file(&path, e))?;

@@ -91,7 +91,11 @@ pub fn load_weights(
         + dtype.packed_bytes(hidden, intermediate);
     let tied = config.tie_word_embeddings;
     let embeddings = if tied { 1 } else { 2 };
-    let bytes = layer_bytes * config.num_hidden_layers + embeddings * dtype.packed_bytes(vocab, hidden);
+    // Random weights have no file that would have to hold them: any size can be asked for.
+    let bytes = layer_bytes
+        .checked_mul(config.num_hidden_layers)
+        .and_then(|bytes| bytes.checked_add(embeddings * dtype.packed_bytes(vocab, hidden)))
+        .ok_or_else(|| Error::model("the model is larger than any memory"))?;
 
     let mut arena = Arena::new(bytes)?;
     let mut pack = |names: &[String], shapes: &[(usize, usize)]| -> Result<PackedWeight> {

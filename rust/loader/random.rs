@@ -1,7 +1,7 @@
 //! Random weights of any shape, for measuring without a download.
 
 use super::TensorSource;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::qwen3::Qwen3Config;
 use crate::tensor::RowSource;
 use half::bf16;
@@ -18,17 +18,21 @@ pub struct RandomWeights {
 }
 
 impl RandomWeights {
-    pub fn new(config: &Qwen3Config, seed: u64) -> Self {
+    /// # Errors
+    /// `Memory` if it cannot be had.
+    pub fn new(config: &Qwen3Config, seed: u64) -> Result<Self> {
         let widest = config.vocab_size.max(config.intermediate_size).max(config.q_width());
+        let longest = config.hidden_size.max(config.head_dim);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let value = |bits: u32| bf16::from_f32((f32::from(bits as u16) / 65535.0 - 0.5) * 0.07);
-        let mut pool = Vec::with_capacity(widest * config.hidden_size.max(config.head_dim) + 1);
+        let mut pool = Vec::new();
+        let values = widest * longest + 4;
+        pool.try_reserve_exact(values).map_err(|_| Error::Memory(values * 2))?;
         while pool.len() < widest * config.hidden_size {
             let bits = rng.next_u64();
             pool.extend((0..4).map(|i| value((bits >> (16 * i)) as u32)));
         }
-        let longest = config.hidden_size.max(config.head_dim);
-        Self { pool, ones: vec![bf16::ONE; longest] }
+        Ok(Self { pool, ones: vec![bf16::ONE; longest] })
     }
 }
 

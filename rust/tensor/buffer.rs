@@ -63,7 +63,7 @@ impl<T: Pod> Buffer<T> {
             return values.try_reserve_exact(more).map_err(|_| NoMemory);
         }
         let mut map = MmapMut::map_anon(bytes).map_err(|_| NoMemory)?;
-        #[cfg(target_os = "linux")]
+        #[cfg(all(target_os = "linux", not(miri)))]
         let _ = map.advise(memmap2::Advice::HugePage); // only advice: a kernel may have none
         let held: &[u8] = bytemuck::cast_slice(self);
         map[..held.len()].copy_from_slice(held);

@@ -92,7 +92,7 @@ impl Arena {
     pub fn new(bytes: usize) -> Result<Self> {
         let failed = |e| Error::model(format!("no memory for {bytes} bytes of weights: {e}"));
         let map = MmapMut::map_anon(bytes + HUGE_PAGE).map_err(failed)?;
-        #[cfg(target_os = "linux")]
+        #[cfg(all(target_os = "linux", not(miri)))]
         let _ = map.advise(memmap2::Advice::HugePage); // only advice: a kernel may have none
         let used = map.as_ptr().align_offset(HUGE_PAGE);
         Ok(Self { map, used, end: used + bytes })

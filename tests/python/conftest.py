@@ -20,6 +20,21 @@ CHECKPOINTS = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_figures: list[str] = []
+
+
+def report(figure: str) -> None:
+    """Prints a measured figure at the end of the run."""
+    _figures.append(figure)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _figures:
+        terminalreporter.section("figures")
+        for figure in _figures:
+            terminalreporter.line(figure)
+
+
 @pytest.fixture(scope="session")
 def demo() -> LLM:
     return LLM("demo")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
+import importlib
 import json
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import re
 import subprocess
 import sys
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 from conftest import DEMO, GOLDEN
 
+import qwen_rs
 from qwen_rs import LLM, CacheError, Model, ModelError, SamplingParams, load_snapshot, save_snapshot
 
 GREEDY = SamplingParams(max_tokens=16, temperature=0)
@@ -214,3 +218,29 @@ def test_prompts_may_be_numpy_arrays(demo: LLM) -> None:
 def test_metrics_round_trip_as_json(demo: LLM) -> None:
     metrics = demo.generate("Emma", GREEDY).metrics
     assert json.loads(json.dumps(metrics.as_dict()))["generated_tokens"] == 16
+
+
+def test_the_typed_program_uses_every_public_name_and_runs() -> None:
+    """``.ci/run`` checks its types with ``mypy --strict``."""
+    program = Path(__file__).with_name("typed_program.py")
+    assert not [name for name in qwen_rs.__all__ if name not in program.read_text()]
+    result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[1:4] == ["portable", "8", "True"]
+
+
+def test_the_examples_in_docstrings_are_true() -> None:
+    modules = [importlib.import_module(f"qwen_rs.{m.name}") for m in pkgutil.iter_modules(qwen_rs.__path__)]
+    results = [doctest.testmod(module) for module in [qwen_rs, *modules]]
+    assert sum(r.failed for r in results) == 0 and sum(r.attempted for r in results) >= 20
+
+
+def test_every_public_name_is_documented() -> None:
+    for name in qwen_rs.__all__:
+        thing = getattr(qwen_rs, name)
+        if name == "Message":
+            continue  # an alias
+        assert len(thing.__doc__ or "") > 40, name
+        for member, value in vars(thing).items() if isinstance(thing, type) else ():
+            if not member.startswith("_") and (callable(value) or isinstance(value, property)):
+                assert getattr(value, "__doc__", None), f"{name}.{member}"

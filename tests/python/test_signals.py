@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -14,8 +15,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from conftest import report
 
-from qwen_rs import Model
+from qwen_rs import Cache, Model
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -59,7 +61,7 @@ def test_prefill_stops_and_the_cache_is_as_before(model: Model) -> None:
     model.prefill(cache, list(range(50)))
     prompt = [i % 4000 for i in range(12_000)]
     took = interrupted_after(0.3, lambda: model.prefill(cache, prompt))
-    print(f"prefill stopped {took:.0f} ms after the signal")
+    report(f"prefill stopped {took:.0f} ms after the signal")
     assert cache.seq_len == 50
     fresh = model.new_cache()
     model.prefill(fresh, list(range(50)))
@@ -77,7 +79,7 @@ def test_decode_stops_and_the_cache_holds_whole_rows(model: Model) -> None:
             cache.truncate(3 + cache.seq_len % 100)
 
     took = interrupted_after(0.3, loop)
-    print(f"decode stopped {took:.0f} ms after the signal")
+    report(f"decode stopped {took:.0f} ms after the signal")
     cache.truncate(3)
     fresh = model.new_cache()
     model.prefill(fresh, [1, 2, 3])
@@ -87,4 +89,44 @@ def test_decode_stops_and_the_cache_holds_whole_rows(model: Model) -> None:
 def test_load_stops() -> None:
     config = json.dumps(CONFIG | {"num_hidden_layers": 400})  # some ten seconds
     took = interrupted_after(1.0, lambda: Model.random(config))
-    print(f"load stopped {took:.0f} ms after the signal")
+    report(f"load stopped {took:.0f} ms after the signal")
+
+
+def test_fifty_random_moments_leave_a_usable_model(model: Model) -> None:
+    """Ctrl-C at any moment: before, in and after load, prefill and decode."""
+    rng = random.Random(20)
+    prompt = [i % 4000 for i in range(1500)]
+    start = list(range(40))
+    untouched = model.new_cache()
+    model.prefill(untouched, start)
+    expected = model.decode(untouched, 7)
+    small = json.dumps(CONFIG | {"num_hidden_layers": 12})
+    taken = {"load": 0, "prefill": 0, "decode": 0}
+
+    def decode(cache: Cache) -> None:
+        for token in range(40):
+            model.decode_batch([cache], [token])
+
+    for moment in range(50):
+        kind = ("load", "prefill", "decode")[moment % 3]
+        cache = model.new_cache()
+        model.prefill(cache, start)
+        timer = threading.Timer(rng.uniform(0, 0.6), os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            if kind == "load":
+                Model.random(small)
+            elif kind == "prefill":
+                model.prefill(cache, prompt)
+            else:
+                decode(cache)
+            timer.join()
+            time.sleep(0.001)  # the signal is handled here if the work was done before it
+        except KeyboardInterrupt:
+            taken[kind] += 1
+        timer.join()
+        cache.truncate(len(start))
+        assert cache.seq_len == len(start)
+        assert np.array_equal(model.decode(cache, 7), expected), (moment, kind)
+    report(f"interrupted at {sum(taken.values())} of 50 random moments: {taken}")
+    assert sum(taken.values()) == 50

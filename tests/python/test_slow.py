@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import report
 
 from qwen_rs import available_isas
 
@@ -62,5 +63,5 @@ print(json.dumps([before, peak_rss_bytes(), model.weight_bytes]))
 """
     before, peak, weights = json.loads(run(program))
     layer = 2 * (2048 * 1024 * 2 + 1024 * 1024 * 2 + 3 * 3072 * 1024)  # BF16 bytes
-    print(f"before {before / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB, packed weights {weights / 1e6:.0f} MB")
+    report(f"before {before / 1e6:.0f} MB, peak {peak / 1e6:.0f} MB, packed weights {weights / 1e6:.0f} MB")
     assert peak - before <= 1.1 * weights + layer

@@ -69,6 +69,9 @@ impl Qwen3Config {
         if !self.head_dim.is_multiple_of(2) || self.head_dim == 0 || self.head_dim > MAX_HEAD_DIM {
             return wrong(format!("head_dim must be even and 2 to {MAX_HEAD_DIM}, not {}", self.head_dim));
         }
+        if self.q_width() > LARGEST_SIZE {
+            return wrong(format!("num_attention_heads x head_dim is more than {LARGEST_SIZE}"));
+        }
         if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps < 1.0) {
             return wrong(format!("rms_norm_eps must be between 0 and 1, not {}", self.rms_norm_eps));
         }
