@@ -126,12 +126,18 @@ fn new_backend(name: &str, threads: Option<usize>) -> PyResult<Box<dyn Backend>>
     }
 }
 
-/// A loaded Qwen3 model.
+/// A loaded Qwen3 model: weights, kernels and threads.
+///
+/// Shared by threads, calls take turns. It cannot be pickled.
 #[pyclass(frozen, module = "qwen_rs._core")]
 struct Model(Qwen3);
 
 #[pymethods]
 impl Model {
+    /// Loads a checkpoint directory: ``config.json`` and safetensors (BF16, F16 or F32).
+    ///
+    /// ``progress`` is called with the share that is loaded, 0 to 1. Raises OSError for files that cannot
+    /// be read, ModelError for a checkpoint that is wrong, ValueError for arguments.
     #[staticmethod]
     #[pyo3(signature = (directory, *, dtype = "q8_0", backend = "simd", threads = None, progress = None))]
     fn load(
@@ -169,6 +175,7 @@ impl Model {
         loaded.map_err(|error| lock(&raised).take().unwrap_or(error))
     }
 
+    /// Random weights of the shape that the text of a ``config.json`` gives: for measuring.
     #[staticmethod]
     #[pyo3(signature = (config, *, dtype = "q8_0", backend = "simd", threads = None, seed = 0))]
     fn random(
@@ -191,6 +198,7 @@ impl Model {
         })
     }
 
+    /// The shape, in the checkpoint's own names.
     #[getter]
     fn config<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (dict, c) = (PyDict::new(py), self.0.config());
@@ -212,26 +220,31 @@ impl Model {
         Ok(dict)
     }
 
+    /// ``simd`` or ``scalar``.
     #[getter]
     fn backend(&self) -> &'static str {
         self.0.backend().name()
     }
 
+    /// The instruction set of the kernels: ``avx512``, ``avx2`` (with or without VNNI) or ``portable``.
     #[getter]
     fn isa(&self) -> &'static str {
         self.0.backend().isa().name()
     }
 
+    /// Worker threads, the caller included.
     #[getter]
     fn threads(&self) -> usize {
         self.0.backend().threads().count()
     }
 
+    /// How weights are kept: ``q8_0``, ``bf16`` or ``f32``.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.0.weights().dtype.name()
     }
 
+    /// Bytes of the packed weights: what a decode step reads.
     #[getter]
     fn weight_bytes(&self) -> usize {
         self.0.weights().bytes()
@@ -243,6 +256,9 @@ impl Model {
         self.0.fingerprint()
     }
 
+    /// An empty cache: ``basic`` (zero-copy) or ``concat`` (the copying baseline), F32 or F16.
+    ///
+    /// Memory follows the tokens: the prompt and 512 rows more, then doubling.
     #[pyo3(signature = (kind = "basic", *, kv_dtype = "f32"))]
     fn new_cache(&self, kind: &str, kv_dtype: &str) -> PyResult<Cache> {
         let dtype = KvDtype::parse(kv_dtype)?;
@@ -256,12 +272,18 @@ impl Model {
         }
     }
 
+    /// Blocks for paged caches; they take memory when they are used.
     #[pyo3(signature = (num_blocks, *, block_rows = 64, kv_dtype = "f32"))]
     fn new_pool(&self, num_blocks: usize, block_rows: usize, kv_dtype: &str) -> PyResult<Pool> {
         let dtype = KvDtype::parse(kv_dtype)?;
         Ok(Pool(BlockPool::new(self.0.config().kv_shape(), dtype, block_rows, num_blocks)?))
     }
 
+    /// Appends ``tokens`` to the cache.
+    ///
+    /// Returns the logits of the last, ``[1, vocab_size]``, or with ``all_logits`` of all,
+    /// ``[len(tokens), vocab_size]``. Raises ValueError for tokens that do not fit, CacheError if there is
+    /// no room; the cache is as before then, and after Ctrl-C.
     #[pyo3(signature = (cache, tokens, *, all_logits = false))]
     fn prefill<'py>(
         &self,
@@ -286,6 +308,7 @@ impl Model {
         logits.into_pyarray(py).reshape([rows, vocab])
     }
 
+    /// One more token; returns its logits, ``[vocab_size]``. Raises as ``prefill``.
     fn decode<'py>(&self, py: Python<'py>, cache: &Cache, token: i64) -> PyResult<Bound<'py, PyArray1<f32>>> {
         let token = token_ids(vec![token])?[0];
         let logits = heavy(py, |signals| {
@@ -297,6 +320,9 @@ impl Model {
         Ok(logits.into_pyarray(py))
     }
 
+    /// One more token of each sequence; returns their logits, ``[len(caches), vocab_size]``.
+    ///
+    /// Each row is bit for bit what ``decode`` gives for that sequence alone. Raises as ``prefill``.
     fn decode_batch<'py>(
         &self,
         py: Python<'py>,
@@ -319,6 +345,7 @@ impl Model {
         logits.into_pyarray(py).reshape([rows, vocab])
     }
 
+    /// Copies of a cache's rows: for each layer K and V, ``[rows, kv_width]`` F32.
     #[allow(clippy::type_complexity)] // the Python type is in the stub: list[tuple[ndarray, ndarray]]
     fn snapshot<'py>(
         &self,
@@ -333,6 +360,7 @@ impl Model {
         layers.into_iter().map(|(k, v)| Ok((array(k)?, array(v)?))).collect()
     }
 
+    /// Fills an empty cache with a snapshot. Raises ValueError for one of another shape.
     #[allow(clippy::type_complexity)] // as above
     fn restore(
         &self,
@@ -350,15 +378,16 @@ impl Model {
         heavy(py, |_| self.0.restore(&mut **cache.lock()?, &layers))
     }
 
-    /// Starts (and zeroes) or stops counting and timing operations.
+    /// Starts counting operations, from nothing, or stops.
     fn trace_ops(&self, enabled: bool) {
         let profiler = self.0.backend().profiler();
         profiler.reset();
         profiler.enable(enabled);
     }
 
-    /// `(bytes/s, int8 multiply-adds/s, f32 multiply-adds/s)`: reading the weights' own memory, and
-    /// arithmetic in registers, on this model's kernels and threads.
+    /// What this machine can do, measured now on all threads.
+    ///
+    /// ``(GB/s of reading the weights, int8 GMAC/s, F32 GMAC/s)``.
     fn ceilings(&self, py: Python<'_>) -> PyResult<(f64, f64, f64)> {
         heavy(py, |_| {
             let (isa, threads) = (self.0.backend().isa(), self.0.backend().threads());
@@ -370,7 +399,7 @@ impl Model {
         })
     }
 
-    /// `(phase, op, calls, milliseconds)`, in data-flow order.
+    /// ``(phase, operation, calls, milliseconds)`` of every operation since ``trace_ops``.
     fn op_stats(&self) -> Vec<(&'static str, &'static str, u64, f64)> {
         let profiler = self.0.backend().profiler();
         [("prefill", Phase::Prefill), ("decode", Phase::Decode)]
@@ -383,7 +412,9 @@ impl Model {
     }
 }
 
-/// The KV cache of one sequence.
+/// The KV cache of one sequence: keys and values of all layers, growing in place.
+///
+/// One call at a time uses it: another one meanwhile is a CacheError.
 #[pyclass(frozen, module = "qwen_rs._core")]
 struct Cache(Mutex<Box<dyn KvCache>>);
 
@@ -406,31 +437,39 @@ impl Cache {
 
 #[pymethods]
 impl Cache {
+    /// Tokens that the cache holds.
     #[getter]
     fn seq_len(&self) -> PyResult<usize> {
         Ok(self.lock()?.seq_len())
     }
 
+    /// Bytes claimed for keys and values, used or not; shared blocks count in each cache.
     #[getter]
     fn kv_bytes(&self) -> PyResult<usize> {
         Ok(self.lock()?.kv_bytes())
     }
 
+    /// ``basic``, ``paged`` or ``concat``.
     #[getter]
     fn kind(&self) -> PyResult<&'static str> {
         Ok(self.lock()?.name())
     }
 
+    /// What it stores: ``f32`` or ``f16``.
     #[getter]
     fn kv_dtype(&self) -> PyResult<&'static str> {
         Ok(self.lock()?.dtype().name())
     }
 
+    /// Forgets all but the first ``rows`` tokens.
     fn truncate(&self, rows: usize) -> PyResult<()> {
         self.lock()?.truncate(rows);
         Ok(())
     }
 
+    /// Another sequence with the same tokens; a paged one shares blocks until one of the two writes.
+    ///
+    /// Raises ValueError for caches that cannot share.
     fn fork(&self) -> PyResult<Self> {
         let cache = self.lock()?;
         let fork = cache.fork();
@@ -441,38 +480,46 @@ impl Cache {
     }
 }
 
-/// Cache blocks that several sequences share.
+/// Cache blocks that several sequences share (PagedAttention, Kwon et al. 2023).
 #[pyclass(frozen, module = "qwen_rs._core")]
 struct Pool(Arc<BlockPool>);
 
 #[pymethods]
 impl Pool {
+    /// An empty cache on this pool. Where no block is free, prefill and decode raise CacheError.
     fn new_cache(&self) -> Cache {
         Cache::new(Box::new(PagedKvCache::new(self.0.clone())))
     }
 
+    /// Blocks in all.
     #[getter]
     fn num_blocks(&self) -> usize {
         self.0.capacity()
     }
 
+    /// Blocks that no cache holds.
     #[getter]
     fn free_blocks(&self) -> usize {
         self.0.free_blocks()
     }
 
+    /// Tokens of a block.
     #[getter]
     fn block_rows(&self) -> usize {
         self.0.block_rows()
     }
 
+    /// Bytes of a block, all layers.
     #[getter]
     fn block_bytes(&self) -> usize {
         self.0.block_bytes()
     }
 }
 
-/// Chooses the tokens of one sequence.
+/// Chooses the tokens of one sequence: penalties, temperature, top-k, top-p, min-p, in that order.
+///
+/// It remembers what it chose, for the penalties. The same seed gives the same tokens. Raises
+/// ValueError for a setting out of its range.
 #[pyclass(frozen, module = "qwen_rs._core")]
 struct Sampler(Mutex<sampler::Sampler>);
 
@@ -510,6 +557,7 @@ impl Sampler {
         Ok(Self(Mutex::new(sampler)))
     }
 
+    /// The next token, from logits ``[vocab_size]``; temperature 0 takes the likeliest, of equals the lowest.
     fn sample(&self, py: Python<'_>, logits: PyReadonlyArray1<'_, f32>) -> PyResult<u32> {
         let logits = logits.as_slice()?;
         heavy(py, |_| lock(&self.0).sample(logits))

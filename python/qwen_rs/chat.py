@@ -14,14 +14,22 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 
 from ._core import ModelError
-from .template_sandbox import MAX_SOURCE, TemplateSandbox, render
+from .template_sandbox import MAX_SOURCE, TemplateSandbox, bounded, render
 from .tokenizer import Tokenizer, read_file, read_json
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, ``content`` and what else the template reads."""
 
 # What rendering raises: jinja2's own errors, and those of operations on values that do not fit.
-REFUSALS = (jinja2.TemplateError, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -54,7 +62,7 @@ class ChatTemplate:
         environment = TemplateSandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = bounded(tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._where = where
@@ -73,10 +81,9 @@ class ChatTemplate:
         path = directory / "chat_template.jinja"
         if path.exists():
             try:
-                source = read_file(path).decode("utf-8")
+                return cls(read_file(path).decode("utf-8"), special, str(path))
             except UnicodeDecodeError:
                 raise ModelError(f"{path}: not valid UTF-8") from None
-            return cls(source, special, str(path))
         path = directory / "chat_template.json"
         holder = read_json(path) if path.exists() else tokenizer.config
         source = holder.get("chat_template") if isinstance(holder, dict) else None
@@ -168,5 +175,5 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)

@@ -56,6 +56,7 @@ class Metrics:
 
     @property
     def prefill_tokens_per_second(self) -> float:
+        """The prompt's tokens that were not cached / the seconds of the first pass."""
         return 1000 * (self.prompt_tokens - self.cached_tokens) / self.forward_ms[0]
 
     def text(self) -> str:

@@ -80,6 +80,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def resolved(self, generation_config: Mapping[str, Any]) -> SamplingParams:

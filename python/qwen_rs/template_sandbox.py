@@ -15,8 +15,9 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_SOURCE = 1 << 20
@@ -30,6 +31,9 @@ MAX_BITS = 4096
 """Of a whole number."""
 # Their widths make strings of any length from nothing.
 _PADDING = frozenset(["center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill"])
+_WIDTHS = frozenset(["batch", "center", "indent", "slice", "tojson", "wordwrap"])
+MAX_WIDTH = 100
+"""What these filters may be given."""
 _WIDE = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")
 
 _steps: ContextVar[list[int]] = ContextVar("_steps")
@@ -42,14 +46,15 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
+        self.filters = {name: bounded(function) for name, function in self.filters.items()}
         self.filters["_counted"] = _counted
         self.filters["_sized"] = _sized
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
-        bounded: nodes.Template = _Bounds().visit(template)
-        return bounded.set_environment(self)
+        _Bounds().visit(template)  # in place
+        template.set_environment(self)
+        return template
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         """Refuses at once: an undefined value would be taken for false."""
@@ -58,8 +63,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return not (isinstance(obj, str) and attr in _PADDING) and super().is_safe_attribute(obj, attr, value)
 
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         _count()
+        if isinstance(owner := getattr(obj, "__self__", None), str):
+            _check_growth(getattr(obj, "__name__", ""), [owner, *args, *kwargs.values()])
         return _sized(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -120,19 +127,38 @@ def _sized(value: Any) -> Any:
     return value
 
 
-def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose numbers and result are bounded; how it is called stays as it is."""
+def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose result is bounded, before it is made; how it is called stays as it is."""
+    name = function.__name__.removeprefix("do_")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, int) and abs(value) > MAX_SIZE:
-                raise SecurityError(f"a filter is given the number {value:.0e}")
-            if isinstance(value, str) and function.__name__ == "do_format" and _WIDE.search(value):
-                raise SecurityError("a format is too wide")
+        values = [v for v in (*args, *kwargs.values()) if isinstance(v, (str, int, list, tuple))]
+        if name in _WIDTHS and any(isinstance(v, int) and v > MAX_WIDTH for v in values):
+            raise SecurityError(f"{name} is given too large a number")
+        _check_growth(name, values)
         return _sized(function(*args, **kwargs))
 
     return call
+
+
+def _check_growth(name: str, values: list[Any]) -> None:
+    """Refuses a filter or a method of strings whose text would be too long."""
+    texts = [v for v in values if isinstance(v, str)]
+    size = 0
+    if name == "replace" and len(texts) == 3:
+        text, old, new = texts
+        size = len(text) + text.count(old) * len(new)
+    elif name == "join":
+        between = len(texts[0]) if texts else 0
+        for parts in (v for v in values if isinstance(v, (list, tuple))):
+            size += between * len(parts) + sum(len(p) for p in parts if isinstance(p, str))
+    elif name == "indent" and texts:
+        size = len(texts[0]) + (texts[0].count("\n") + 1) * MAX_WIDTH
+    elif name == "format" and texts and _WIDE.search(texts[0]):
+        size = MAX_SIZE + 1
+    if size > MAX_SIZE:
+        raise SecurityError(f"the result of {name} is too large")
 
 
 def _check_operands(operator: str, left: Any, right: Any) -> None:

@@ -49,7 +49,10 @@ def shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every tensor's name and shape. head_dim is the config's, not hidden_size / heads."""
     hidden, inner, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-    out: dict[str, tuple[int, ...]] = {"model.embed_tokens": (c["vocab_size"], hidden), "model.norm": (hidden,)}
+    out: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (c["vocab_size"], hidden),
+        "model.norm": (hidden,),
+    }
     if not c["tie_word_embeddings"]:
         out["lm_head"] = (c["vocab_size"], hidden)
     for i in range(c["num_hidden_layers"]):
@@ -75,8 +78,8 @@ def weights(c: Mapping[str, Any], seed: int = 0) -> dict[str, NDArray[np.float32
     rng = np.random.default_rng(seed)
     out = {}
     for name, shape in shapes(c).items():
-        values = rng.integers(-31, 32, shape).astype(np.float32) / 256
-        out[name] = values + 1 if len(shape) == 1 else values
+        values = rng.integers(-31, 32, shape).astype(np.float32)
+        out[name] = 1 + values / 128 if len(shape) == 1 else values / 256
     return out
 
 
@@ -95,7 +98,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[np.float32]], dt
             file.write(stored.astype(DTYPES[dtype]).tobytes())
 
 
-def write(directory: Path, c: Mapping[str, Any], *, dtype: str = "F32", shards: int = 1, seed: int = 0) -> Path:
+def write(
+    directory: Path, c: Mapping[str, Any], *, dtype: str = "F32", shards: int = 1, seed: int = 0
+) -> Path:
     """A checkpoint without a tokenizer; with several shards there is an index."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(c))

@@ -55,16 +55,19 @@ def load(directory: Path) -> LLM | None:
     """The model, if it still is one, or None for an error of the right kind, soon."""
     tried["files"] += 1
     started = time.perf_counter()
-    llm = None
     try:
         llm = LLM(directory, threads=1)
         llm.generate([1, 2], SamplingParams(max_tokens=2))
+        return llm
     except ERRORS as error:
         assert "\n" not in str(error).strip(), error
-    except ValueError as error:  # only for the prompt: a vocabulary of one token
+        return None
+    except ValueError as error:  # only for the prompt: a vocabulary or a context too small for it
         assert "vocabulary" in str(error) or "context" in str(error), error
-    assert time.perf_counter() - started < 10 * SECONDS  # far above what it takes; a hang is what it finds
-    return llm
+        return llm
+    finally:
+        # Far above what it takes: a hang is what it finds.
+        assert time.perf_counter() - started < 10 * SECONDS
 
 
 def with_file(directory: Path, name: str, content: bytes, check: Callable[[Path], object] = load) -> object:
@@ -106,7 +109,9 @@ def test_any_config(checkpoint: Path, changes: dict[str, object]) -> None:
 
 
 @fuzz
-@given(name=st.sampled_from(["config.json", "generation_config.json", "tokenizer_config.json"]), data=st.data())
+@given(
+    name=st.sampled_from(["config.json", "generation_config.json", "tokenizer_config.json"]), data=st.data()
+)
 def test_any_bytes_for_json(checkpoint: Path, name: str, data: st.DataObject) -> None:
     nested = st.integers(1, 200_000).map(lambda n: b"[" * n)
     values = st.recursive(ODD, lambda x: st.lists(x) | st.dictionaries(st.text(max_size=9), x), max_leaves=9)
@@ -191,7 +196,18 @@ def test_nan_and_infinity_anywhere_in_bf16_weights(tmp_path: Path, where: int, v
         Model.load(copy, threads=1)
 
 
-INDEX_NAMES = ["../model.safetensors", "/etc/passwd", "a/b", "", ".", "..", "model.safetensors\0", "x" * 300, None, 3]
+INDEX_NAMES = [
+    "../model.safetensors",
+    "/etc/passwd",
+    "a/b",
+    "",
+    ".",
+    "..",
+    "model.safetensors\0",
+    "x" * 300,
+    None,
+    3,
+]
 
 
 @fuzz
@@ -215,7 +231,14 @@ TOKENIZER = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
 @fuzz
 @given(
     path=st.sampled_from(
-        [("model",), ("added_tokens",), ("pre_tokenizer",), ("decoder",), ("normalizer",), ("post_processor",)]
+        [
+            ("model",),
+            ("added_tokens",),
+            ("pre_tokenizer",),
+            ("decoder",),
+            ("normalizer",),
+            ("post_processor",),
+        ]
         + [("model", key) for key in TOKENIZER["model"]]
     ),
     value=ODD,
@@ -275,7 +298,9 @@ def test_any_snapshot(snapshot: tuple[Model, Path, bytes], data: st.DataObject) 
             assert np.isfinite(model.decode(cache, 1)).all()
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"]
+)
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "loop", "nowhere"])
 def test_what_is_not_a_file(tmp_path: Path, checkpoint: Path, name: str, kind: str) -> None:
     copy = Path(shutil.copytree(checkpoint, tmp_path / "m"))
@@ -298,49 +323,22 @@ def test_the_stored_corpus(checkpoint: Path) -> None:
         assert with_file(checkpoint, entry.name.split("--")[0], entry.read_bytes()) is None, entry.name
 
 
-TEMPLATES = {
-    "nested loops": "{% for a in range(1000) %}{% for b in range(1000) %}{% for c in range(1000) %}{% endfor %}{% endfor %}{% endfor %}",
-    "a loop over itself": "{% set x = [1] * 1000 %}{% for a in x %}{% for b in x %}{% for c in x %}.{% endfor %}{% endfor %}{% endfor %}",
-    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
-    "a long range": "{% for a in range(10 ** 12) %}{% endfor %}",
-    "doubling by ~": "{% set n = namespace(x='xxxxxxxx') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "doubling by +": "{% set n = namespace(x='xxxxxxxx') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "doubling a list": "{% set n = namespace(x=[1]) %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "a string times a number": "{{ 'x' * 10 ** 11 }}",
-    "a tower of powers": "{{ 9 ** 9 ** 9 ** 9 }}",
-    "a product without end": "{% set n = namespace(x=3) %}{% for a in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "padding": "{{ 'x'.ljust(10 ** 11) }}",
-    "a wide format": "{{ '%099999999999d' % 1 }}",
-    "a wide format filter": "{{ '%99999999999d' | format(1) }}",
-    "a wide str.format": "{{ '{:99999999999}'.format(1) }}",
-    "a wide filter": "{{ 'x' | center(99999999999) }}",
-    "replacement that grows": "{% set n = namespace(x='xx') %}{% for a in range(9) %}{% set n.x = n.x | replace('x', n.x) %}{% endfor %}",
-    "a class": "{{ ''.__class__.__mro__ }}",
-    "a class in a condition": "{% if ''.__class__ %}{% endif %}",
-    "a class by item": "{{ ''['__class__'] }}",
-    "a class by filter": "{{ '' | attr('__class__') }}",
-    "globals of a function": "{{ raise_exception.__globals__ }}",
-    "a list changed": "{{ messages.append(1) }}",
-    "a message changed": "{{ messages[0].update({'a': 1}) }}",
-    "division by nothing": "{{ 1 // 0 }}",
-    "another file": "{% include '/etc/passwd' %}",
-    "an import": "{% import 'os' as os %}",
-}
+TEMPLATES = sorted((GOLDEN / "hostile_templates").glob("*.jinja"))
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_that_loops_grows_or_reaches_out_is_refused(name: str) -> None:
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_that_loops_grows_or_reaches_out_is_refused(path: Path) -> None:
     tried["files"] += 1
     started = time.perf_counter()
     with pytest.raises(ValueError, match="refuses the messages") as caught:
-        ChatTemplate(TEMPLATES[name], {}, "here").render([{"role": "user", "content": "x"}])
+        ChatTemplate(path.read_text(), {}, "here").render([{"role": "user", "content": "x"}])
     assert "\n" not in str(caught.value)
     assert time.perf_counter() - started < 10 * SECONDS
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ " + "(" * 50_000, "{{" * 9, "x" * (2 << 20), "{% if a %}" * 2000])
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ " + "(" * 50_000, "{{" * 9, "x" * (2 << 20), "{% if a %}" * 2000]
+)
 def test_a_template_that_does_not_parse_is_refused(source: str) -> None:
     tried["files"] += 1
     with pytest.raises(ModelError, match="chat template"):

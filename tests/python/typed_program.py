@@ -87,7 +87,7 @@ def low_level(directory: Path) -> NDArray[np.float32]:
         Model.load(directory.parent)
     except (ModelError, OSError) as error:
         assert "config.json" in str(error)
-    blocks: NDArray[np.uint8] = quantize_q8_0(np.zeros((1, 32), np.float32))
+    blocks: NDArray[np.uint8] = quantize_q8_0(np.zeros(32, np.float32))
     assert blocks.nbytes == 34 and again.seq_len == cache.seq_len
     return both
 
