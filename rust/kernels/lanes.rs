@@ -41,7 +41,7 @@ pub trait Lanes: Copy + Send + Sync + 'static {
 
     fn splat(self, x: f32) -> Self::F;
     /// # Safety
-    /// `p` is valid for reading 16 f32.
+    /// `p` is valid for reading 16 f32. Here and below it need not be aligned.
     unsafe fn load(self, p: *const f32) -> Self::F;
     /// # Safety
     /// `p` is valid for reading 16 f16.
@@ -110,8 +110,9 @@ pub trait Lanes: Copy + Send + Sync + 'static {
     #[inline(always)]
     unsafe fn load_first<T: Element>(self, p: *const T, n: usize) -> Self::F {
         let mut lanes = [T::ZERO; LANES];
-        // SAFETY: the caller lends n values, and n <= 16.
-        unsafe { std::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n) };
+        let (from, to) = (p.cast::<u8>(), lanes.as_mut_ptr().cast::<u8>());
+        // SAFETY: the caller lends n values, and n <= 16; bytes may be anywhere.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, n * size_of::<T>()) };
         // SAFETY: `lanes` holds 16 values.
         unsafe { T::load(self, lanes.as_ptr()) }
     }
@@ -123,8 +124,9 @@ pub trait Lanes: Copy + Send + Sync + 'static {
         let mut lanes = [0f32; LANES];
         // SAFETY: `lanes` holds 16 values.
         unsafe { self.store(lanes.as_mut_ptr(), v) };
-        // SAFETY: the caller lends room for n values, and n <= 16.
-        unsafe { std::ptr::copy_nonoverlapping(lanes.as_ptr(), p, n) };
+        let (from, to) = (lanes.as_ptr().cast::<u8>(), p.cast::<u8>());
+        // SAFETY: the caller lends room for n values, and n <= 16; bytes may be anywhere.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, n * size_of::<f32>()) };
     }
 
     /// e^x, the one polynomial of this crate: 2^n x e^r with r = x - n ln 2 in two steps (Cody and

@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 /// and no huge page fits there any more. A head's storage may be smaller than a huge page, but the
 /// heads of a cache are mapped side by side and share them. Below this, small pages are the better
 /// ones: those of the headroom are not touched before they are needed.
-const MAPPED_BYTES: usize = 1 << 20;
+const MAPPED_BYTES: usize = if cfg!(miri) { 4096 } else { 1 << 20 };
 
 /// Values in one run of memory, and room for more.
 pub struct Buffer<T>(Storage<T>);
