@@ -16,8 +16,8 @@ pub enum Error {
     /// A cache has no room (`CacheError`).
     #[error("{0}")]
     Cache(String),
-    /// Working memory cannot be had (`MemoryError`).
-    #[error("no memory for {0} bytes of working space")]
+    /// Memory for weights or working space cannot be had (`MemoryError`).
+    #[error("no memory for {0} bytes")]
     Memory(usize),
     /// The caller asked for a stop (Ctrl-C); nothing of the call remains in the caches.
     #[error("interrupted")]

@@ -137,7 +137,7 @@ impl Model {
     /// Loads a checkpoint directory: ``config.json`` and safetensors (BF16, F16 or F32).
     ///
     /// ``progress`` is called with the share that is loaded, 0 to 1. Raises OSError for files that cannot
-    /// be read, ModelError for a checkpoint that is wrong, ValueError for arguments.
+    /// be read, ModelError for a checkpoint that is wrong, ValueError for arguments, MemoryError.
     #[staticmethod]
     #[pyo3(signature = (directory, *, dtype = "q8_0", backend = "simd", threads = None, progress = None))]
     fn load(

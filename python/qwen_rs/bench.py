@@ -62,7 +62,8 @@ class Figure:
         name: ``prefill 512``, ``decode @4096``, ``batch 8``.
         tokens_per_second: the median; for a batch, of all sequences together.
         low, high: the smallest and largest repetition.
-        ceiling: what bounds it, and its value: ``GB/s`` or ``GMAC/s``.
+        ceiling: what bounds it, in ``unit`` (``GB/s`` or ``GMAC/s``): measured before each repetition,
+            the median, so that another user of the machine slows both.
         achieved: the same measure of this figure.
         share: achieved / ceiling.
         step_bytes: bytes of weights and cache that a decode step reads; None for prefill.
@@ -108,18 +109,11 @@ class Bench:
         )
         self._weight_bytes = int(model.weight_bytes * share)
         self._vocab = int(config["vocab_size"])
-        self.bandwidth, self.int8, self.f32 = (0.0, 0.0, 0.0)
 
-    def measure_ceilings(self, seconds: float) -> None:
-        """Reading and arithmetic at their best, over all tries so far: a ceiling is what can be reached,
-        and another user of the machine may stand in the way of any single try."""
-        end = time.perf_counter() + seconds
-        while True:
-            bandwidth, int8, f32 = self.model.ceilings()
-            self.bandwidth = max(self.bandwidth, bandwidth)
-            self.int8, self.f32 = max(self.int8, int8), max(self.f32, f32)
-            if time.perf_counter() >= end:
-                return
+    def ceilings(self, tries: int = 3) -> tuple[float, float, float]:
+        """Reading (bytes/s), int8 and F32 multiply-adds/s: the best of a few tries, now."""
+        bandwidth, int8, f32 = zip(*(self.model.ceilings() for _ in range(tries)), strict=True)
+        return max(bandwidth), max(int8), max(f32)
 
     def cache(self, rows: int) -> Cache:
         if self.kv == "paged":
@@ -131,9 +125,10 @@ class Bench:
 
     def prefill(self, length: int, advance: Advance) -> Figure:
         """Tokens per second of a prompt of ``length`` tokens."""
-        prompt, seconds = self.prompt(length), []
+        prompt, seconds, ceilings = self.prompt(length), [], []
         for repetition in range(self.repetitions + 1):  # the first is a warm-up
             cache = self.cache(length)
+            ceilings.append(self.ceilings()[1 if self.model.dtype == "q8_0" else 2])
             started = time.perf_counter()
             self.model.prefill(cache, prompt)
             if repetition:
@@ -141,20 +136,19 @@ class Bench:
             advance()
         # Matmuls of every token and the last one's logits; attention is f32 and comes on top.
         macs = self._matmul_macs * length + self._head_macs
-        ceiling = self.int8 if self.model.dtype == "q8_0" else self.f32
         achieved = macs / statistics.median(seconds)
-        return self._figure(
-            f"prefill {length}", [length / s for s in seconds], "GMAC/s", achieved, ceiling, None, []
-        )
+        rates = [length / s for s in seconds]
+        return self._figure(f"prefill {length}", rates, "GMAC/s", achieved, ceilings[1:], None, [])
 
     def decode(self, depth: int, advance: Advance) -> Figure:
         """Tokens per second with ``depth`` tokens in the cache."""
         cache = self.cache(depth + 1 + DECODE_STEPS)
         self.model.prefill(cache, self.prompt(max(depth, 1)))
         held = cache.seq_len
-        runs = []
+        runs, ceilings = [], []
         for repetition in range(self.repetitions + 1):
             cache.truncate(held)
+            ceilings.append(self.ceilings()[0])
             times = []
             for token in range(DECODE_STEPS):
                 started = time.perf_counter()
@@ -164,16 +158,17 @@ class Bench:
                 runs.append(times)
             advance()
         step_bytes = self._weight_bytes + self._token_bytes * (held + DECODE_STEPS // 2)
-        return self._decode_figure(f"decode @{depth}", runs, 1, step_bytes)
+        return self._decode_figure(f"decode @{depth}", runs, ceilings[1:], 1, step_bytes)
 
     def batch(self, size: int, advance: Advance) -> Figure:
         """Tokens per second of ``size`` sequences of 128 tokens decoded together."""
         caches = [self.cache(128 + 1 + DECODE_STEPS) for _ in range(size)]
         for cache in caches:
             self.model.prefill(cache, self.prompt(128))
-        runs = []
+        runs, ceilings = [], []
         for repetition in range(self.repetitions + 1):
             times = []
+            ceilings.append(self.ceilings()[0])
             for cache in caches:
                 cache.truncate(128)
             for token in range(DECODE_STEPS):
@@ -184,16 +179,18 @@ class Bench:
                 runs.append(times)
             advance()
         step_bytes = self._weight_bytes + size * self._token_bytes * (128 + DECODE_STEPS // 2)
-        return self._decode_figure(f"batch {size}", runs, size, step_bytes)
+        return self._decode_figure(f"batch {size}", runs, ceilings[1:], size, step_bytes)
 
-    def _decode_figure(self, name: str, runs: list[list[float]], size: int, step_bytes: int) -> Figure:
+    def _decode_figure(
+        self, name: str, runs: list[list[float]], ceilings: list[float], size: int, step_bytes: int
+    ) -> Figure:
         # A repetition's figure is its median step: other users of the machine show in single steps.
         steps = [statistics.median(times) for times in runs]
         achieved = step_bytes / statistics.median(steps)
         typical = sorted(runs, key=statistics.median)[len(runs) // 2]
         rates = [size / s for s in steps]
         forward = [1000 * t for t in typical]
-        return self._figure(name, rates, "GB/s", achieved, self.bandwidth, step_bytes, forward)
+        return self._figure(name, rates, "GB/s", achieved, ceilings, step_bytes, forward)
 
     def _figure(
         self,
@@ -201,10 +198,11 @@ class Bench:
         rates: Sequence[float],
         unit: str,
         achieved: float,
-        ceiling: float,
+        ceilings: list[float],
         step_bytes: int | None,
         forward_ms: list[float],
     ) -> Figure:
+        ceiling = statistics.median(ceilings)
         return Figure(
             name=name,
             threads=self.model.threads,
@@ -284,7 +282,6 @@ def run(args: argparse.Namespace) -> int:
             bar.total = (args.repetitions + 1) * (len(args.prefill) + len(args.depth) + len(args.batch))
             bar.reset()
             bar.set_description("ceilings")
-            bench.measure_ceilings(1.0)
             bar.write(_header(bench, isa), end="")
             for figure in _figures(bench, args, bar):
                 figures.append(figure)
@@ -311,26 +308,24 @@ def _bench(args: argparse.Namespace, threads: int) -> tuple[Bench, str]:
 def _figures(bench: Bench, args: argparse.Namespace, bar: Any) -> Iterator[Figure]:
     advance = Advance(bar)
     for length in args.prefill:
-        bench.measure_ceilings(0.1)
         bar.set_description(f"prefill {length}")
         yield bench.prefill(length, advance)
     for depth in args.depth:
-        bench.measure_ceilings(0.1)
         bar.set_description(f"decode @{depth}")
         yield bench.decode(depth, advance)
     for size in args.batch:
-        bench.measure_ceilings(0.1)
         bar.set_description(f"batch {size}")
         yield bench.batch(size, advance)
 
 
 def _header(bench: Bench, isa: str) -> str:
     model = bench.model
+    bandwidth, int8, f32 = bench.ceilings(20)
     return (
         f"{isa}, {model.threads} threads of {os.cpu_count()} cores, {model.dtype} weights "
         f"({model.weight_bytes / 1e6:.0f} MB), {bench.kv} {bench.kv_dtype} cache\n"
-        f"ceilings: read {bench.bandwidth / 1e9:.1f} GB/s, int8 {bench.int8 / 1e9:.0f} GMAC/s, "
-        f"f32 {bench.f32 / 1e9:.0f} GMAC/s\n"
+        f"ceilings: read {bandwidth / 1e9:.1f} GB/s, int8 {int8 / 1e9:.0f} GMAC/s, "
+        f"f32 {f32 / 1e9:.0f} GMAC/s\n"
         f"{'figure':<14}{'tokens/s':>10}{'low':>9}{'high':>9}{'achieved':>17}{'of ceiling':>12}"
         f"{'MB/step':>10}\n"
     )

@@ -101,8 +101,8 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(program, _os_error(error), 1)
     except (ModelError, CacheError) as error:
         return _fail(program, error, 1)
-    except MemoryError:
-        return _fail(program, "out of memory", 1)
+    except MemoryError as error:
+        return _fail(program, str(error) or "out of memory", 1)
 
 
 def _fail(program: str, message: object, status: int) -> int:

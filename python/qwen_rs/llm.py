@@ -95,6 +95,7 @@ class LLM:
         ValueError: an argument cannot be used.
         OSError: a file cannot be read, or the hub cannot be reached.
         ModelError: the checkpoint is wrong.
+        MemoryError: there is no memory for the weights.
 
     An ``LLM`` is a context manager, and may be shared by threads, which take turns step by step; each
     generation has a cache of its own. It cannot be pickled. A forked child may use it, on one thread.

@@ -88,10 +88,9 @@ impl Arena {
     /// Room for `bytes`.
     ///
     /// # Errors
-    /// `Model` if the memory cannot be had.
+    /// `Memory` if it cannot be had.
     pub fn new(bytes: usize) -> Result<Self> {
-        let failed = |e| Error::model(format!("no memory for {bytes} bytes of weights: {e}"));
-        let map = MmapMut::map_anon(bytes + HUGE_PAGE).map_err(failed)?;
+        let map = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE)).map_err(|_| Error::Memory(bytes))?;
         #[cfg(all(target_os = "linux", not(miri)))]
         let _ = map.advise(memmap2::Advice::HugePage); // only advice: a kernel may have none
         let used = map.as_ptr().align_offset(HUGE_PAGE);

@@ -171,8 +171,17 @@ def test_the_interpreter_may_end_in_the_middle_of_a_stream() -> None:
 
 def test_memory_that_cannot_be_had_is_an_error_and_the_model_goes_on() -> None:
     program = """
-import resource
-from qwen_rs import LLM, CacheError, SamplingParams
+import json, resource
+from qwen_rs import LLM, CacheError, Model, SamplingParams
+from qwen_rs.bench import SHAPES
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
+try:  # 633 MB of weights in 1 GiB of addresses, of which the libraries take some
+    Model.random(json.dumps(SHAPES["0.6b"]), threads=1)
+except MemoryError as error:
+    assert "no memory for" in str(error)
+else:
+    raise AssertionError("loaded")
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 llm = LLM("demo", threads=1)
 params = SamplingParams(max_tokens=4, temperature=0)
 before = llm.generate("Emma", params).token_ids
