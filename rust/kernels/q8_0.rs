@@ -102,8 +102,9 @@ fn round_half_away<L: Lanes>(l: L, x: L::F) -> L::F {
     l.sub(positive, negative)
 }
 
-/// How far ahead of a few rows' products weights are asked for: between one row, where reading is all
-/// there is to do, and many, where weights come from a cache, the hardware does not look far enough.
+/// How far ahead of a few rows' products weights are asked for: between one row on wide registers, where
+/// reading is all there is to do, and many, where weights come from a cache, the hardware does not look
+/// far enough.
 /// From memory to the second-level cache first, then to the first, which has too few places for lines
 /// on their way to hide the memory's latency alone.
 const PREFETCH_L2: usize = 8192;
@@ -228,7 +229,7 @@ impl Kernel for MatmulQ8_0<'_> {
                     1
                 }
                 Registers::Sixteen256 => {
-                    self.groups::<L, 1, 1, false>(l, row);
+                    self.groups::<L, 1, 1, true>(l, row);
                     1
                 }
             };
