@@ -591,7 +591,7 @@ fn available_isas() -> Vec<&'static str> {
     names
 }
 
-/// As many threads as this process may use.
+/// As many threads as this process may use: affinity and control groups count.
 #[pyfunction]
 fn default_threads() -> usize {
     Threads::default_count()

@@ -207,6 +207,22 @@ fn matmul_at_every_number_of_rows() {
     }
 }
 
+#[test]
+fn matmul_at_every_remainder_of_columns_and_depth() {
+    for n in 1..=LANES + 1 {
+        for k in 1..=BLOCK + 1 {
+            check_float(2, n, k, &numbers(n * k, 8), 0.0);
+            check_q8_0(2, n, k);
+        }
+    }
+    for k in (BLOCK..=3 * BLOCK).step_by(7) {
+        for n in (LANES..=5 * LANES).step_by(5) {
+            check_float(13, n, k, &numbers(n * k, 8), 0.0);
+            check_q8_0(13, n, k);
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
