@@ -387,7 +387,7 @@ impl Model {
 
     /// What this machine can do, measured now on all threads.
     ///
-    /// ``(GB/s of reading the weights, int8 GMAC/s, F32 GMAC/s)``.
+    /// ``(bytes/s of reading the weights, int8 multiply-adds/s, F32 multiply-adds/s)``.
     fn ceilings(&self, py: Python<'_>) -> PyResult<(f64, f64, f64)> {
         heavy(py, |_| {
             let (isa, threads) = (self.0.backend().isa(), self.0.backend().threads());
