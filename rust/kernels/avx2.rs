@@ -67,6 +67,42 @@ pub struct Weights {
 
 type Floats = [__m256; 2];
 
+/// The tree of the AVX-512 version, for 8 rows at a time.
+macro_rules! fold_each {
+    ($fold:ident, $rows:ident) => {
+        lane! {{
+            let mut out = $rows[0];
+            for half in 0..2 {
+                let mut two = [$rows[0][0]; 4];
+                for e in 0..4 {
+                    let [a, b] = [$rows[8 * half + e], $rows[8 * half + 4 + e]];
+                    let (a, b) = ($fold(a[0], a[1]), $fold(b[0], b[1])); // 16 to 8
+                    // 8 to 4: [a, b]
+                    two[e] = $fold(
+                        _mm256_permute2f128_ps::<0x20>(a, b),
+                        _mm256_permute2f128_ps::<0x31>(a, b),
+                    );
+                }
+                let mut four = [$rows[0][0]; 2];
+                for e in 0..2 {
+                    // 4 to 2
+                    let (a, b) = (_mm256_castps_pd(two[2 * e]), _mm256_castps_pd(two[2 * e + 1]));
+                    four[e] = $fold(
+                        _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
+                        _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)),
+                    );
+                }
+                // 2 to 1
+                out[half] = $fold(
+                    _mm256_shuffle_ps::<0x88>(four[0], four[1]),
+                    _mm256_shuffle_ps::<0xDD>(four[0], four[1]),
+                );
+            }
+            out
+        }}
+    };
+}
+
 impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type F = Floats;
     type I = [__m256i; 2];
@@ -208,37 +244,11 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     }
     #[inline(always)]
     fn sum_each(self, rows: &[Floats; 16]) -> Floats {
-        // The tree of the AVX-512 version, for 8 rows at a time.
-        lane! {{
-            let mut out = rows[0];
-            for half in 0..2 {
-                let mut two = [rows[0][0]; 4];
-                for e in 0..4 {
-                    let [a, b] = [rows[8 * half + e], rows[8 * half + 4 + e]];
-                    let (a, b) = (_mm256_add_ps(a[0], a[1]), _mm256_add_ps(b[0], b[1])); // 16 to 8
-                    // 8 to 4: [a, b]
-                    two[e] = _mm256_add_ps(
-                        _mm256_permute2f128_ps::<0x20>(a, b),
-                        _mm256_permute2f128_ps::<0x31>(a, b),
-                    );
-                }
-                let mut four = [rows[0][0]; 2];
-                for e in 0..2 {
-                    // 4 to 2
-                    let (a, b) = (_mm256_castps_pd(two[2 * e]), _mm256_castps_pd(two[2 * e + 1]));
-                    four[e] = _mm256_add_ps(
-                        _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
-                        _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)),
-                    );
-                }
-                // 2 to 1
-                out[half] = _mm256_add_ps(
-                    _mm256_shuffle_ps::<0x88>(four[0], four[1]),
-                    _mm256_shuffle_ps::<0xDD>(four[0], four[1]),
-                );
-            }
-            out
-        }}
+        fold_each!(_mm256_add_ps, rows)
+    }
+    #[inline(always)]
+    fn max_each(self, rows: &[Floats; 16]) -> Floats {
+        fold_each!(_mm256_max_ps, rows)
     }
     #[inline(always)]
     fn transpose(self, rows: &[Floats; 16]) -> [Floats; 16] {

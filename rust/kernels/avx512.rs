@@ -43,6 +43,48 @@ macro_rules! lane {
     };
 }
 
+/// A tree over the 16 vectors; each step does the same fold for two rows at a time, and rows
+/// e, 4 + e, 8 + e and 12 + e meet in one vector so that lane i ends as row i.
+macro_rules! fold_each {
+    ($fold:ident, $rows:ident) => {
+        lane! {{
+            let mut four = [$rows[0]; 4];
+            for e in 0..4 {
+                // 16 to 8: [a, a, b, b]
+                let (a, b) = ($rows[e], $rows[4 + e]);
+                let p = $fold(
+                    _mm512_shuffle_f32x4::<0x44>(a, b),
+                    _mm512_shuffle_f32x4::<0xEE>(a, b),
+                );
+                let (c, d) = ($rows[8 + e], $rows[12 + e]);
+                let q = $fold(
+                    _mm512_shuffle_f32x4::<0x44>(c, d),
+                    _mm512_shuffle_f32x4::<0xEE>(c, d),
+                );
+                // 8 to 4: [a, b, c, d]
+                four[e] = $fold(
+                    _mm512_shuffle_f32x4::<0x88>(p, q),
+                    _mm512_shuffle_f32x4::<0xDD>(p, q),
+                );
+            }
+            let mut two = [$rows[0]; 2];
+            for e in 0..2 {
+                // 4 to 2
+                let (a, b) = (_mm512_castps_pd(four[2 * e]), _mm512_castps_pd(four[2 * e + 1]));
+                two[e] = $fold(
+                    _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                    _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)),
+                );
+            }
+            // 2 to 1
+            $fold(
+                _mm512_shuffle_ps::<0x88>(two[0], two[1]),
+                _mm512_shuffle_ps::<0xDD>(two[0], two[1]),
+            )
+        }}
+    };
+}
+
 impl Lanes for Avx512 {
     type F = __m512;
     type I = __m512i;
@@ -151,43 +193,11 @@ impl Lanes for Avx512 {
     }
     #[inline(always)]
     fn sum_each(self, rows: &[__m512; 16]) -> __m512 {
-        // A tree over the 16 vectors; each step does the same fold for two rows at a time, and rows
-        // e, 4 + e, 8 + e and 12 + e meet in one vector so that lane i ends as row i.
-        lane! {{
-            let mut four = [rows[0]; 4];
-            for e in 0..4 {
-                // 16 to 8: [a, a, b, b]
-                let (a, b) = (rows[e], rows[4 + e]);
-                let p = _mm512_add_ps(
-                    _mm512_shuffle_f32x4::<0x44>(a, b),
-                    _mm512_shuffle_f32x4::<0xEE>(a, b),
-                );
-                let (c, d) = (rows[8 + e], rows[12 + e]);
-                let q = _mm512_add_ps(
-                    _mm512_shuffle_f32x4::<0x44>(c, d),
-                    _mm512_shuffle_f32x4::<0xEE>(c, d),
-                );
-                // 8 to 4: [a, b, c, d]
-                four[e] = _mm512_add_ps(
-                    _mm512_shuffle_f32x4::<0x88>(p, q),
-                    _mm512_shuffle_f32x4::<0xDD>(p, q),
-                );
-            }
-            let mut two = [rows[0]; 2];
-            for e in 0..2 {
-                // 4 to 2
-                let (a, b) = (_mm512_castps_pd(four[2 * e]), _mm512_castps_pd(four[2 * e + 1]));
-                two[e] = _mm512_add_ps(
-                    _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                    _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)),
-                );
-            }
-            // 2 to 1
-            _mm512_add_ps(
-                _mm512_shuffle_ps::<0x88>(two[0], two[1]),
-                _mm512_shuffle_ps::<0xDD>(two[0], two[1]),
-            )
-        }}
+        fold_each!(_mm512_add_ps, rows)
+    }
+    #[inline(always)]
+    fn max_each(self, rows: &[__m512; 16]) -> __m512 {
+        fold_each!(_mm512_max_ps, rows)
     }
     #[inline(always)]
     fn transpose(self, rows: &[__m512; 16]) -> [__m512; 16] {

@@ -88,6 +88,8 @@ pub trait Lanes: Copy + Send + Sync + 'static {
     fn max_lane(self, a: Self::F) -> f32;
     /// Sixteen sums at once, each folded by halves: lane `i` is `sum(rows[i])`.
     fn sum_each(self, rows: &[Self::F; 16]) -> Self::F;
+    /// Sixteen largest lanes at once: lane `i` is `max_lane(rows[i])`.
+    fn max_each(self, rows: &[Self::F; 16]) -> Self::F;
     /// Rows to columns: lane `j` of result `i` is lane `i` of `rows[j]`.
     fn transpose(self, rows: &[Self::F; 16]) -> [Self::F; 16];
 

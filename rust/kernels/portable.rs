@@ -119,6 +119,10 @@ impl Lanes for Portable {
         each(|i| self.sum(rows[i]))
     }
     #[inline(always)]
+    fn max_each(self, rows: &[Floats; 16]) -> Floats {
+        each(|i| self.max_lane(rows[i]))
+    }
+    #[inline(always)]
     fn transpose(self, rows: &[Floats; 16]) -> [Floats; 16] {
         std::array::from_fn(|i| each(|j| rows[j][i]))
     }

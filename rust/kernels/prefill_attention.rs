@@ -14,9 +14,11 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Query vectors (rows x heads of a group) in a block: a multiple of both tile heights, and enough
-/// that transposing the keys costs little beside them.
-const BLOCK_QUERIES: usize = 144;
+/// The most query vectors (rows x heads of a group) in a block: a multiple of both tile heights, enough
+/// that transposing the keys costs little beside them, and few enough for the second-level cache.
+const BLOCK_QUERIES: usize = 288;
+/// Blocks that a worker should find: a few, so that none ends long after the others.
+const BLOCKS_PER_WORKER: usize = 4;
 
 /// The tree in which 16 lanes are folded by halves: ((0 + 8) + (4 + 12)) + ((2 + 10) + (6 + 14)), and
 /// the same of the odd lanes.
@@ -69,7 +71,8 @@ pub fn attention_prefill<T: Element, S: KvSource<T>>(
     let width = n.num_attention_heads * n.head_dim;
     assert!(has_tile(n.head_dim, group) && out.len() == n.rows * width);
     assert!(n.rows > 0 && n.q.len() >= (n.rows - 1) * n.stride + width);
-    let rows_per_block = BLOCK_QUERIES / group;
+    let even = n.rows * n.num_key_value_heads / (BLOCKS_PER_WORKER * threads.count());
+    let rows_per_block = even.clamp((BLOCK_QUERIES / 6 / group).max(1), BLOCK_QUERIES / group);
     let blocks = n.rows.div_ceil(rows_per_block);
     let out = Output(out.as_mut_ptr());
     threads.run(blocks * n.num_key_value_heads, &|task| {

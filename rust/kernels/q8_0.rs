@@ -36,24 +36,54 @@ impl Kernel for QuantizeActivations<'_> {
         assert_eq!(self.out.len(), quantized_words(blocks));
         let (quants, rest) = self.out.split_at_mut(blocks * BLOCK / 4);
         let (scales, corrections) = rest.split_at_mut(blocks);
-        let quants: &mut [i8] = bytemuck::cast_slice_mut(quants);
+        let (quants, _) = bytemuck::cast_slice_mut::<f32, i8>(quants).as_chunks_mut::<BLOCK>();
         let corrections: &mut [i32] = bytemuck::cast_slice_mut(corrections);
-        for b in 0..blocks {
-            let x = &self.x[b * BLOCK..self.x.len().min((b + 1) * BLOCK)];
-            let quants = &mut quants[b * BLOCK..(b + 1) * BLOCK];
-            let first = x.len().min(LANES);
-            // SAFETY: `first` and `x.len() - first` values are left to read; a block has room for 32.
-            unsafe {
-                let low = load_piece(l, x.as_ptr(), first);
-                let high = load_piece(l, x.as_ptr().add(first), x.len() - first);
-                let largest = l.max_lane(l.max(l.abs(low), l.abs(high)));
-                let inverse = l.splat(if largest > 0.0 { 127.0 / largest } else { 0.0 });
-                scales[b] = largest / 127.0;
-                l.store_i8(quants.as_mut_ptr(), l.round(l.mul(low, inverse)));
-                l.store_i8(quants.as_mut_ptr().add(LANES), l.round(l.mul(high, inverse)));
+        let (x, rest) = self.x.as_chunks::<BLOCK>();
+        let mut last = [0f32; BLOCK];
+        last[..rest.len()].copy_from_slice(rest);
+        for first in (0..blocks).step_by(LANES) {
+            let n = LANES.min(blocks - first);
+            let block = |i: usize| x.get(first + i).unwrap_or(&last);
+            let quants = &mut quants[first..first + n];
+            quantize_blocks(l, block, quants, &mut scales[first..first + n]);
+            for (quants, correction) in quants.iter().zip(&mut corrections[first..]) {
+                *correction = -128 * quants.iter().map(|&q| i32::from(q)).sum::<i32>();
             }
-            let sum: i32 = quants.iter().map(|&q| i32::from(q)).sum();
-            corrections[b] = -128 * sum;
+        }
+    }
+}
+
+/// Up to 16 blocks at a time, so that finding their largest values and dividing are vector operations.
+#[inline(always)]
+fn quantize_blocks<'x, L: Lanes>(
+    l: L,
+    x: impl Fn(usize) -> &'x [f32; BLOCK],
+    quants: &mut [[i8; BLOCK]],
+    scales: &mut [f32],
+) {
+    let mut largest = [l.splat(0.0); LANES];
+    for (i, largest) in largest.iter_mut().enumerate().take(scales.len()) {
+        // SAFETY: a block holds 32 values.
+        let (low, high) = unsafe { (l.load(x(i).as_ptr()), l.load(x(i).as_ptr().add(LANES))) };
+        *largest = l.max(l.abs(low), l.abs(high));
+    }
+    let largest = l.max_each(&largest);
+    // A block of zeros keeps an inverse of 0: what is not 0 is at least the smallest float.
+    let inverse = l.keep_if_ge(largest, l.splat(f32::from_bits(1)), l.div(l.splat(127.0), largest));
+    let (mut inverses, mut all_scales) = ([0f32; LANES], [0f32; LANES]);
+    // SAFETY: both hold 16 values.
+    unsafe {
+        l.store(inverses.as_mut_ptr(), inverse);
+        l.store(all_scales.as_mut_ptr(), l.div(largest, l.splat(127.0)));
+    }
+    scales.copy_from_slice(&all_scales[..scales.len()]);
+    for (i, quants) in quants.iter_mut().enumerate() {
+        let inverse = l.splat(inverses[i]);
+        // SAFETY: a block holds 32 values, and has room for 32.
+        unsafe {
+            let (low, high) = (l.load(x(i).as_ptr()), l.load(x(i).as_ptr().add(LANES)));
+            l.store_i8(quants.as_mut_ptr(), l.round(l.mul(low, inverse)));
+            l.store_i8(quants.as_mut_ptr().add(LANES), l.round(l.mul(high, inverse)));
         }
     }
 }
