@@ -30,7 +30,7 @@ pub struct Threads {
     process: u32,
 }
 
-type Job = *const (dyn Fn(usize) + Sync);
+type Job = *const (dyn Fn(usize, usize) + Sync);
 
 struct Shared {
     /// `epoch << 17 | OPEN | number of workers inside the job`. A worker enters only while the job
@@ -102,8 +102,14 @@ impl Threads {
     /// Calls `job` with every number below `tasks`, each once, on all workers; returns when all are
     /// done. Allocates nothing. A panic in a task is raised again here, after the others are done.
     pub fn run(&self, tasks: usize, job: &(dyn Fn(usize) + Sync)) {
+        self.run_on(tasks, &|_, task| job(task));
+    }
+
+    /// [`Threads::run`], and `job` is told first which worker calls it, a number below
+    /// [`Threads::count`]: a worker runs one task at a time.
+    pub fn run_on(&self, tasks: usize, job: &(dyn Fn(usize, usize) + Sync)) {
         if tasks <= 1 || self.workers.is_empty() || self.process != std::process::id() {
-            (0..tasks).for_each(job);
+            (0..tasks).for_each(|task| job(0, task));
             return;
         }
         let _turn = self.turn.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -111,7 +117,7 @@ impl Threads {
         // SAFETY: this thread holds the turn and no worker is inside, so nobody reads `job`; the
         // lifetime is given back below: `run` returns only after the last worker has left.
         unsafe {
-            let job: &'static (dyn Fn(usize) + Sync) = std::mem::transmute(job);
+            let job: &'static (dyn Fn(usize, usize) + Sync) = std::mem::transmute(job);
             *shared.job.get() = Some(job);
         }
         shared.next.store(0, Ordering::Relaxed);
@@ -123,7 +129,7 @@ impl Threads {
                 worker.thread().unpark();
             }
         }
-        shared.claim(job);
+        shared.claim(0, job);
         shared.state.fetch_and(!OPEN, Ordering::AcqRel);
         let mut spins = 0u32;
         while shared.state.load(Ordering::Acquire) & INSIDE != 0 {
@@ -195,14 +201,14 @@ impl Drop for Threads {
 }
 
 impl Shared {
-    fn claim(&self, job: &(dyn Fn(usize) + Sync)) {
+    fn claim(&self, worker: usize, job: &(dyn Fn(usize, usize) + Sync)) {
         let tasks = self.tasks.load(Ordering::Relaxed);
         loop {
             let task = self.next.fetch_add(1, Ordering::Relaxed);
             if task >= tasks {
                 return;
             }
-            if catch_unwind(AssertUnwindSafe(|| job(task))).is_err() {
+            if catch_unwind(AssertUnwindSafe(|| job(worker, task))).is_err() {
                 self.panicked.store(true, Ordering::Relaxed);
             }
         }
@@ -221,7 +227,7 @@ impl Shared {
             // SAFETY: the job was open when this worker entered, so the caller waits for it to leave.
             if let Some(job) = unsafe { *self.job.get() } {
                 // SAFETY: as above, the job is alive.
-                self.claim(unsafe { &*job });
+                self.claim(index + 1, unsafe { &*job });
             }
             self.state.fetch_sub(1, Ordering::AcqRel);
         }

@@ -6,10 +6,12 @@
 use super::profiler::{Op, Profiler};
 use crate::cache::{KvHead, KvView};
 use crate::kernels::attention::{AttentionChunk, AttentionRow, CHUNK, KvSource, MergeChunks, partial_len};
-use crate::kernels::float::{AddAssign, NormRope, RmsNorm, SwiGlu};
+use crate::kernels::float::NormRope;
+use crate::kernels::gated::GATED_WORDS;
+use crate::kernels::matmul::Output;
 use crate::kernels::prefill_attention::{PrefillQueries, attention_prefill, has_tile};
 use crate::kernels::{Element, Isa};
-use crate::tensor::{Arena, KvDtype, PackedWeight, Rows};
+use crate::tensor::{Arena, KvDtype, PackedWeight, Rows, WeightDtype};
 use crate::threads::Threads;
 use half::f16;
 use std::marker::PhantomData;
@@ -58,29 +60,49 @@ pub trait Backend: Send + Sync {
         });
     }
 
-    /// `out = x / rms(x) * weight`, row by row.
-    fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    /// The rows of `x / rms(x) * weight`, as a matmul with weights of `dtype` reads them.
+    fn rms_norm(&self, dtype: WeightDtype, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         self.profiler().time(Op::RmsNorm, || {
             let (isa, width) = (self.isa(), weight.len());
-            self.threads().for_each_row(out, width, ROWS_PER_TASK, |r, out| {
-                isa.run(RmsNorm { x: &x[r * width..(r + 1) * width], weight, out, eps });
+            self.threads().for_each_row(out, dtype.activation_words(width), ROWS_PER_TASK, |r, out| {
+                dtype.write_normed(isa, &x[r * width..(r + 1) * width], weight, eps, out);
             });
         });
     }
 
-    /// `out[m, n] = x[m, k] W^T`; `op` says which of the model's matmuls it is.
-    fn matmul(
+    /// The rows of `x`, `width` wide, as a matmul with weights of `dtype` reads them.
+    fn activations(&self, dtype: WeightDtype, x: &[f32], width: usize, out: &mut [f32]) {
+        self.profiler().time(Op::Activations, || {
+            let isa = self.isa();
+            self.threads().for_each_row(out, dtype.activation_words(width), ROWS_PER_TASK, |r, out| {
+                dtype.write_activations(isa, &x[r * width..(r + 1) * width], out);
+            });
+        });
+    }
+
+    /// The product `x[m, k] W^T`, `x` as the weight reads it; `op` says which of the model's matmuls it is.
+    fn matmul(&self, op: Op, arena: &Arena, weight: &PackedWeight, x: &[f32], out: Output<'_>) {
+        self.profiler().time(op, || weight.matmul(arena, self.isa(), self.threads(), x, out));
+    }
+
+    /// `silu(gate_proj x) * up_proj x`, from and to rows as a matmul reads them; `scratch` is of
+    /// [`Backend::gated_words`].
+    fn gate_up(
         &self,
-        op: Op,
         arena: &Arena,
-        weight: &PackedWeight,
+        weights: [&PackedWeight; 2],
         x: &[f32],
         scratch: &mut [f32],
         out: &mut [f32],
     ) {
-        self.profiler().time(op, || {
-            weight.matmul(arena, self.isa(), self.threads(), x, scratch, out);
+        self.profiler().time(Op::GateUpProj, || {
+            PackedWeight::gated(weights, arena, self.isa(), self.threads(), x, scratch, out);
         });
+    }
+
+    /// f32 words of scratch that [`Backend::gate_up`] needs.
+    fn gated_words(&self) -> usize {
+        self.threads().count() * GATED_WORDS
     }
 
     /// RMSNorm and rotation of every q and k head in rows of `[q heads | k heads | v heads]`.
@@ -120,27 +142,6 @@ pub trait Backend: Send + Sync {
             } else {
                 decode_attention(isa, threads, input, partials, out);
             }
-        });
-    }
-
-    /// `out = silu(gate) * up`, from rows of `[gate | up]`.
-    fn swiglu(&self, gate_up: &[f32], width: usize, out: &mut [f32]) {
-        self.profiler().time(Op::SwiGlu, || {
-            let isa = self.isa();
-            self.threads().for_each_row(out, width, 2, |r, out| {
-                let (gate, up) = gate_up[r * 2 * width..(r + 1) * 2 * width].split_at(width);
-                isa.run(SwiGlu { gate, up, out });
-            });
-        });
-    }
-
-    /// `x += y`, rows of `width`.
-    fn add(&self, x: &mut [f32], y: &[f32], width: usize) {
-        self.profiler().time(Op::Add, || {
-            let isa = self.isa();
-            self.threads().for_each_row(x, width, ROWS_PER_TASK, |r, x| {
-                isa.run(AddAssign { x, y: &y[r * width..(r + 1) * width] });
-            });
         });
     }
 }

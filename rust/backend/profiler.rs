@@ -17,15 +17,16 @@ pub enum Op {
     /// A copy of a layer's cache, for a cache that cannot lend.
     Materialize,
     Attention,
+    /// Rows made ready for a matmul, where no other operation leaves them so.
+    Activations,
     OProj,
-    Add,
+    /// Both products, SiLU and what `down_proj` reads.
     GateUpProj,
-    SwiGlu,
     DownProj,
     LmHead,
 }
 
-const OPS: [(Op, &str); 14] = [
+const OPS: [(Op, &str); 13] = [
     (Op::Embed, "embed"),
     (Op::RmsNorm, "rms_norm"),
     (Op::QkvProj, "qkv_proj"),
@@ -34,10 +35,9 @@ const OPS: [(Op, &str); 14] = [
     (Op::ConcatDim0, "concat_dim0"),
     (Op::Materialize, "materialize"),
     (Op::Attention, "attention"),
+    (Op::Activations, "activations"),
     (Op::OProj, "o_proj"),
-    (Op::Add, "add"),
     (Op::GateUpProj, "gate_up_proj"),
-    (Op::SwiGlu, "swiglu"),
     (Op::DownProj, "down_proj"),
     (Op::LmHead, "lm_head"),
 ];

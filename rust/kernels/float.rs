@@ -30,7 +30,7 @@ pub(super) unsafe fn store_piece<L: Lanes>(l: L, p: *mut f32, v: L::F, n: usize)
 
 /// 1 / sqrt(mean(x^2) + eps).
 #[inline(always)]
-fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
+pub(super) fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
     let mut squares = l.splat(0.0);
     for (i, n) in pieces(x.len()) {
         // SAFETY: i + n <= x.len().
@@ -38,6 +38,22 @@ fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
         squares = l.mul_add(v, v, squares);
     }
     1.0 / (l.sum(squares) / x.len() as f32 + eps).sqrt()
+}
+
+/// `n` values of a normed row: `x * scale * weight`.
+///
+/// # Safety
+/// `x` and `weight` are valid for reading `n` values, `n <= 16`.
+#[inline(always)]
+pub(super) unsafe fn normed_piece<L: Lanes>(
+    l: L,
+    x: *const f32,
+    weight: *const f32,
+    scale: L::F,
+    n: usize,
+) -> L::F {
+    // SAFETY: the caller's duty is the same.
+    unsafe { l.mul(l.mul(load_piece(l, x, n), scale), load_piece(l, weight, n)) }
 }
 
 /// `out = x / rms(x) * weight` (Zhang and Sennrich 2019), one row.
@@ -57,9 +73,8 @@ impl Kernel for RmsNorm<'_> {
         for (i, n) in pieces(self.x.len()) {
             // SAFETY: i + n <= the length of all three.
             unsafe {
-                let v = load_piece(l, self.x.as_ptr().add(i), n);
-                let w = load_piece(l, self.weight.as_ptr().add(i), n);
-                store_piece(l, self.out.as_mut_ptr().add(i), l.mul(l.mul(v, scale), w), n);
+                let normed = normed_piece(l, self.x.as_ptr().add(i), self.weight.as_ptr().add(i), scale, n);
+                store_piece(l, self.out.as_mut_ptr().add(i), normed, n);
             }
         }
     }
@@ -86,10 +101,8 @@ impl Kernel for NormRope<'_> {
         for (i, n) in pieces(half) {
             // SAFETY: i + n <= half, and all three hold 2 x half values.
             unsafe {
-                let x = l.mul(load_piece(l, head.add(i), n), scale);
-                let x = l.mul(x, load_piece(l, weight.add(i), n));
-                let y = l.mul(load_piece(l, head.add(half + i), n), scale);
-                let y = l.mul(y, load_piece(l, weight.add(half + i), n));
+                let x = normed_piece(l, head.add(i), weight.add(i), scale, n);
+                let y = normed_piece(l, head.add(half + i), weight.add(half + i), scale, n);
                 let cos = load_piece(l, rotation.add(i), n);
                 let sin = load_piece(l, rotation.add(half + i), n);
                 let turned_x = l.mul_add(x, cos, l.sub(l.splat(0.0), l.mul(y, sin)));
@@ -101,50 +114,28 @@ impl Kernel for NormRope<'_> {
     }
 }
 
-/// `out = silu(gate) * up`, with silu(x) = x / (1 + e^-x) (Shazeer 2020), one row.
+/// `gate = silu(gate) * up`, with silu(x) = x / (1 + e^-x) (Shazeer 2020).
 pub struct SwiGlu<'a> {
-    pub gate: &'a [f32],    // [width]
-    pub up: &'a [f32],      // [width]
-    pub out: &'a mut [f32], // [width]
+    pub gate: &'a mut [f32],
+    pub up: &'a [f32],
 }
 
 impl Kernel for SwiGlu<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        assert!(self.up.len() == self.gate.len() && self.out.len() == self.gate.len());
+        assert_eq!(self.up.len(), self.gate.len());
         let (zero, one) = (l.splat(0.0), l.splat(1.0));
         for (i, n) in pieces(self.gate.len()) {
-            // SAFETY: i + n <= the length of all three.
+            // SAFETY: i + n <= the length of both.
             unsafe {
-                let gate = load_piece(l, self.gate.as_ptr().add(i), n);
+                let out = self.gate.as_mut_ptr().add(i);
+                let gate = load_piece(l, out, n);
                 let up = load_piece(l, self.up.as_ptr().add(i), n);
                 // e^88 is the largest power that is finite; silu is 0 there in f32 for all uses.
                 let negated = l.sub(zero, l.max(gate, l.splat(-88.0)));
                 let silu = l.div(gate, l.add(one, l.exp(negated)));
-                store_piece(l, self.out.as_mut_ptr().add(i), l.mul(silu, up), n);
-            }
-        }
-    }
-}
-
-/// `x += y`.
-pub struct AddAssign<'a> {
-    pub x: &'a mut [f32],
-    pub y: &'a [f32],
-}
-
-impl Kernel for AddAssign<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
-        assert_eq!(self.x.len(), self.y.len());
-        for (i, n) in pieces(self.x.len()) {
-            // SAFETY: i + n <= the length of both.
-            unsafe {
-                let p = self.x.as_mut_ptr().add(i);
-                let sum = l.add(load_piece(l, p, n), load_piece(l, self.y.as_ptr().add(i), n));
-                store_piece(l, p, sum, n);
+                store_piece(l, out, l.mul(silu, up), n);
             }
         }
     }

@@ -1,131 +1,64 @@
-//! Matmul: `y = x W^T` with weights packed 16 output rows interleaved, split over threads in tiles of
-//! rows and groups of 16 output rows. Vectors run across output rows, never across `k`, so neither
-//! the lane count nor the tile matters to a result.
+//! Matmul: `y = x W^T` with weights packed 16 output rows interleaved. Vectors run across output rows,
+//! never across `k`, so neither the lane count nor the tile matters to a result.
 
 use super::Isa;
-use super::float::store_piece;
 use super::lanes::{Element, Kernel, LANES, Lanes, Registers};
 use super::q8_0::{GROUP_BLOCK, MatmulQ8_0, quantized_words};
+use super::tiles::{OutputTiles, Tile, for_each_tile};
 use crate::threads::Threads;
 use half::f16;
-use std::ops::Range;
 
-/// The rows of activations and the groups of 16 output rows of one task.
-pub(super) struct Tile {
-    pub rows: Range<usize>,
-    pub groups: Range<usize>,
-}
-
-/// The output of a matmul, `[m, width]`: tasks write disjoint tiles of it.
-#[derive(Clone, Copy)]
-pub(super) struct OutputTiles {
-    start: *mut f32,
-    width: usize,
-}
-
-// SAFETY: `split` hands out disjoint tiles.
-unsafe impl Sync for OutputTiles {}
-// SAFETY: as above.
-unsafe impl Send for OutputTiles {}
-
-impl OutputTiles {
-    /// # Safety
-    /// `row` is a row of the output, and no other task writes this group of it.
-    #[inline(always)]
-    pub(super) unsafe fn store<L: Lanes>(self, l: L, row: usize, group: usize, v: L::F) {
-        let column = group * LANES;
-        // SAFETY: the row holds `width` values, of which at most 16 from `column` on are written.
-        unsafe {
-            let p = self.start.add(row * self.width + column);
-            store_piece(l, p, v, LANES.min(self.width - column));
-        }
-    }
-}
-
-/// Bytes of weights that one task reads when there are few rows: small enough to share out evenly,
-/// large enough that claiming a task costs nothing beside it.
-const TASK_BYTES: usize = 128 << 10;
-/// Rows of activations that stay in the second-level cache while a task's weights pass over them.
-const ROW_BLOCK: usize = 256;
-
-/// Calls `run` with every tile of an `[m, n]` output; `group_bytes` is the size of 16 output rows of
-/// weights.
-fn split(
-    threads: &Threads,
-    out: &mut [f32],
-    n: usize,
-    group_bytes: usize,
-    run: impl Fn(OutputTiles, Tile) + Sync,
-) {
-    let m = out.len() / n;
-    assert_eq!(out.len(), m * n);
-    let tiles = OutputTiles { start: out.as_mut_ptr(), width: n };
-    let groups = n.div_ceil(LANES);
-    // Many rows take pairs of groups together, and want a few of them.
-    let (least, most) = if m > 16 { (4, 8) } else { (1, groups) };
-    let groups_per_task = (TASK_BYTES / group_bytes).clamp(least, most);
-    let (group_tasks, row_tasks) = (groups.div_ceil(groups_per_task), m.div_ceil(ROW_BLOCK));
-    threads.run(group_tasks * row_tasks, &|task| {
-        let row = task / group_tasks * ROW_BLOCK;
-        let group = task % group_tasks * groups_per_task;
-        run(
-            tiles,
-            Tile { rows: row..m.min(row + ROW_BLOCK), groups: group..groups.min(group + groups_per_task) },
-        );
-    });
-}
+pub use super::tiles::Output;
 
 /// Values between the rows of a matmul's activations beyond a row's own: the rows of a tile are read
 /// side by side, and rows a multiple of 4 KiB apart would share the same few places in the cache.
 pub const ROW_PADDING: usize = LANES;
 
-/// `out[m, n] = x[m, k] W^T`, with float weights packed `[ceil(n / 16)][k][16]`; row `r` of `x` is at
-/// `r * stride`.
+/// The product `x[m, k] W^T`, with float weights packed `[ceil(n / 16)][k][16]`; row `r` of `x` is at
+/// `r * (k + ROW_PADDING)`.
 pub fn matmul_float<T: Element>(
     isa: Isa,
     threads: &Threads,
-    (x, stride): (&[f32], usize),
+    x: &[f32],
     weights: &[T],
-    k: usize,
-    n: usize,
-    out: &mut [f32],
+    (k, n): (usize, usize),
+    out: Output<'_>,
 ) {
-    assert!(stride >= k && x.len() * n >= out.len() * stride);
-    assert_eq!(weights.len(), n.div_ceil(LANES) * k * LANES);
-    let group_bytes = k * LANES * size_of::<T>();
-    split(threads, out, n, group_bytes, |out, tile| {
+    let (stride, groups) = (k + ROW_PADDING, n.div_ceil(LANES));
+    let m = x.len() / stride;
+    assert!(x.len() == m * stride && weights.len() == groups * k * LANES);
+    for_each_tile(threads, (m, n), k * LANES * size_of::<T>(), out, |out, tile| {
         isa.run(MatmulFloat { x, stride, weights, k, out, tile });
     });
 }
 
-/// `out[m, n] = x[m, k] W^T`, with Q8_0 weights packed `[ceil(n / 16)][blocks][8][16][4]` and scales
+/// The product `x[m, k] W^T`, with Q8_0 weights packed `[ceil(n / 16)][blocks][8][16][4]` and scales
 /// `[ceil(n / 16)][blocks][16]`.
 pub fn matmul_q8_0(
     isa: Isa,
     threads: &Threads,
     x: &[f32], // [m, quantized_words(blocks)]
     (quants, scales): (&[u8], &[f16]),
-    blocks: usize,
-    n: usize,
-    out: &mut [f32],
+    (blocks, n): (usize, usize),
+    out: Output<'_>,
 ) {
-    let groups = n.div_ceil(LANES);
-    assert_eq!(x.len() * n, out.len() * quantized_words(blocks));
-    assert_eq!(quants.len(), groups * blocks * GROUP_BLOCK);
+    let (words, groups) = (quantized_words(blocks), n.div_ceil(LANES));
+    let m = x.len() / words;
+    assert!(x.len() == m * words && quants.len() == groups * blocks * GROUP_BLOCK);
     assert_eq!(scales.len(), groups * blocks * LANES);
-    split(threads, out, n, blocks * GROUP_BLOCK, |out, tile| {
+    for_each_tile(threads, (m, n), blocks * GROUP_BLOCK, out, |out, tile| {
         isa.run(MatmulQ8_0 { x, quants, scales, blocks, out, tile });
     });
 }
 
 /// `y[n]` = a chain of fused multiply-adds over `k`, ascending, from 0.0.
-struct MatmulFloat<'a, T> {
-    x: &'a [f32], // row r at r * stride: [k]
-    stride: usize,
-    weights: &'a [T], // [ceil(n / 16)][k][16]
-    k: usize,
-    out: OutputTiles, // [m, n]
-    tile: Tile,
+pub(super) struct MatmulFloat<'a, T> {
+    pub x: &'a [f32], // row r at r * stride: [k]
+    pub stride: usize,
+    pub weights: &'a [T], // [ceil(n / 16)][k][16]
+    pub k: usize,
+    pub out: OutputTiles,
+    pub tile: Tile,
 }
 
 impl<T: Element> MatmulFloat<'_, T> {
@@ -134,6 +67,11 @@ impl<T: Element> MatmulFloat<'_, T> {
     fn block<L: Lanes, const MR: usize, const NR: usize>(&self, l: L, row: usize, group: usize) {
         let k = self.k;
         let mut acc = [[l.splat(0.0); NR]; MR];
+        for m in 0..MR {
+            for g in 0..NR {
+                self.out.prefetch(l, row + m, group + g);
+            }
+        }
         // SAFETY: `run` checked that the tile's rows and groups are inside `x` and `weights`; the
         // task owns the tile of the output.
         unsafe {

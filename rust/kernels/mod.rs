@@ -12,12 +12,14 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 pub mod float;
+pub mod gated;
 mod lanes;
 pub mod matmul;
 pub mod peak;
 mod portable;
 pub mod prefill_attention;
 pub mod q8_0;
+mod tiles;
 
 pub use lanes::{Element, Kernel, LANES};
 

@@ -6,9 +6,9 @@
 //! product is an exact integer; it is added by one fused multiply-add with the product of the two
 //! scales, blocks ascending.
 
-use super::float::{load_piece, pieces};
+use super::float::{inverse_rms, load_piece, normed_piece, pieces};
 use super::lanes::{Kernel, LANES, Lanes, Registers};
-use super::matmul::{OutputTiles, Tile};
+use super::tiles::{OutputTiles, Tile};
 use half::f16;
 
 /// Values in a block.
@@ -22,6 +22,13 @@ pub const fn quantized_words(blocks: usize) -> usize {
     blocks * (BLOCK / 4 + 2)
 }
 
+/// A quantized row of activations that is being written.
+#[derive(Clone, Copy)]
+pub(super) struct QuantizedRow {
+    pub start: *mut f32, // [quantized_words(blocks)]
+    pub blocks: usize,
+}
+
 /// One row of activations to int8.
 pub struct QuantizeActivations<'a> {
     pub x: &'a [f32],       // [k]
@@ -32,58 +39,92 @@ impl Kernel for QuantizeActivations<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let blocks = self.x.len().div_ceil(BLOCK);
-        assert_eq!(self.out.len(), quantized_words(blocks));
-        let (quants, rest) = self.out.split_at_mut(blocks * BLOCK / 4);
-        let (scales, corrections) = rest.split_at_mut(blocks);
-        let (quants, _) = bytemuck::cast_slice_mut::<f32, i8>(quants).as_chunks_mut::<BLOCK>();
-        let corrections: &mut [i32] = bytemuck::cast_slice_mut(corrections);
-        let (x, rest) = self.x.as_chunks::<BLOCK>();
-        let mut last = [0f32; BLOCK];
-        last[..rest.len()].copy_from_slice(rest);
-        for first in (0..blocks).step_by(LANES) {
-            let n = LANES.min(blocks - first);
-            let block = |i: usize| x.get(first + i).unwrap_or(&last);
-            let quants = &mut quants[first..first + n];
-            quantize_blocks(l, block, quants, &mut scales[first..first + n]);
-            for (quants, correction) in quants.iter().zip(&mut corrections[first..]) {
-                *correction = -128 * quants.iter().map(|&q| i32::from(q)).sum::<i32>();
-            }
-        }
+        quantize_row(l, self.x.len(), self.out, |i, n| {
+            // SAFETY: `quantize_row` asks for pieces of the row.
+            unsafe { load_piece(l, self.x.as_ptr().add(i), n) }
+        });
     }
 }
 
-/// Up to 16 blocks at a time, so that finding their largest values and dividing are vector operations.
+/// One row to int8 after [`RmsNorm`](super::float::RmsNorm), of which it is told; the normed row itself
+/// is not kept.
+pub struct QuantizeNormed<'a> {
+    pub x: &'a [f32],       // [k]
+    pub weight: &'a [f32],  // [k]
+    pub out: &'a mut [f32], // [quantized_words(ceil(k / 32))]
+    pub eps: f32,
+}
+
+impl Kernel for QuantizeNormed<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        assert_eq!(self.weight.len(), self.x.len());
+        let scale = l.splat(inverse_rms(l, self.x, self.eps));
+        quantize_row(l, self.x.len(), self.out, |i, n| {
+            // SAFETY: `quantize_row` asks for pieces of the row, and the weight is as long.
+            unsafe { normed_piece(l, self.x.as_ptr().add(i), self.weight.as_ptr().add(i), scale, n) }
+        });
+    }
+}
+
+/// A row of `k` values, `value(i, n)` being the `n` from `i` on.
 #[inline(always)]
-fn quantize_blocks<'x, L: Lanes>(
+fn quantize_row<L: Lanes>(l: L, k: usize, out: &mut [f32], value: impl Fn(usize, usize) -> L::F) {
+    let blocks = k.div_ceil(BLOCK);
+    assert_eq!(out.len(), quantized_words(blocks));
+    let row = QuantizedRow { start: out.as_mut_ptr(), blocks };
+    for first in (0..blocks).step_by(LANES) {
+        let values = |i: usize| {
+            let at = (first + i) * BLOCK;
+            let n = LANES.min(k - at);
+            (value(at, n), if n < LANES { l.splat(0.0) } else { value(at + n, LANES.min(k - at - n)) })
+        };
+        // SAFETY: `out` has room for all blocks of the row.
+        unsafe { quantize_blocks(l, LANES.min(blocks - first), values, |i| (row, first + i)) };
+    }
+}
+
+/// Up to 16 blocks, `values(i)` to block `place(i)` of a row: finding their largest values and dividing
+/// are vector operations.
+///
+/// # Safety
+/// The rows have room for these blocks, and nobody else uses them meanwhile.
+#[inline(always)]
+pub(super) unsafe fn quantize_blocks<L: Lanes>(
     l: L,
-    x: impl Fn(usize) -> &'x [f32; BLOCK],
-    quants: &mut [[i8; BLOCK]],
-    scales: &mut [f32],
+    count: usize,
+    values: impl Fn(usize) -> (L::F, L::F),
+    place: impl Fn(usize) -> (QuantizedRow, usize),
 ) {
     let mut largest = [l.splat(0.0); LANES];
-    for (i, largest) in largest.iter_mut().enumerate().take(scales.len()) {
-        // SAFETY: a block holds 32 values.
-        let (low, high) = unsafe { (l.load(x(i).as_ptr()), l.load(x(i).as_ptr().add(LANES))) };
+    for (i, largest) in largest.iter_mut().enumerate().take(count) {
+        let (low, high) = values(i);
         *largest = l.max(l.abs(low), l.abs(high));
     }
     let largest = l.max_each(&largest);
     // A block of zeros keeps an inverse of 0: what is not 0 is at least the smallest float.
     let inverse = l.keep_if_ge(largest, l.splat(f32::from_bits(1)), l.div(l.splat(127.0), largest));
-    let (mut inverses, mut all_scales) = ([0f32; LANES], [0f32; LANES]);
+    let (mut inverses, mut scales) = ([0f32; LANES], [0f32; LANES]);
     // SAFETY: both hold 16 values.
     unsafe {
         l.store(inverses.as_mut_ptr(), inverse);
-        l.store(all_scales.as_mut_ptr(), l.div(largest, l.splat(127.0)));
+        l.store(scales.as_mut_ptr(), l.div(largest, l.splat(127.0)));
     }
-    scales.copy_from_slice(&all_scales[..scales.len()]);
-    for (i, quants) in quants.iter_mut().enumerate() {
+    for i in 0..count {
+        let (low, high) = values(i);
+        let (row, block) = place(i);
         let inverse = l.splat(inverses[i]);
-        // SAFETY: a block holds 32 values, and has room for 32.
+        // SAFETY: the caller lends room for the block.
         unsafe {
-            let (low, high) = (l.load(x(i).as_ptr()), l.load(x(i).as_ptr().add(LANES)));
-            l.store_i8(quants.as_mut_ptr(), l.round(l.mul(low, inverse)));
-            l.store_i8(quants.as_mut_ptr().add(LANES), l.round(l.mul(high, inverse)));
+            let quants = row.start.cast::<i8>().add(block * BLOCK);
+            l.store_i8(quants, l.round(l.mul(low, inverse)));
+            l.store_i8(quants.add(LANES), l.round(l.mul(high, inverse)));
+            let scale = row.start.add(row.blocks * BLOCK / 4 + block);
+            *scale = scales[i];
+            let quants = std::slice::from_raw_parts(quants, BLOCK);
+            let sum = quants.iter().map(|&q| i32::from(q)).sum::<i32>();
+            *scale.add(row.blocks).cast::<i32>() = -128 * sum;
         }
     }
 }
@@ -146,7 +187,7 @@ pub(super) struct MatmulQ8_0<'a> {
     pub quants: &'a [u8],  // [ceil(n / 16)][blocks][8][16][4], value + 128
     pub scales: &'a [f16], // [ceil(n / 16)][blocks][16]
     pub blocks: usize,
-    pub out: OutputTiles, // [m, n]
+    pub out: OutputTiles,
     pub tile: Tile,
 }
 
@@ -161,6 +202,11 @@ impl MatmulQ8_0<'_> {
     ) {
         let blocks = self.blocks;
         let mut out = [[l.splat(0.0); NR]; MR];
+        for m in 0..MR {
+            for g in 0..NR {
+                self.out.prefetch(l, row + m, group + g);
+            }
+        }
         // SAFETY: `run` checked that the tile's rows and groups are inside all arrays; the task owns
         // the tile of the output.
         unsafe {

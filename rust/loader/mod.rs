@@ -21,7 +21,8 @@ pub struct LayerWeights {
     pub k_norm: Vec<f32>,                   // [head_dim]
     pub o_proj: PackedWeight,               // [hidden, q]
     pub post_attention_layernorm: Vec<f32>, // [hidden]
-    pub gate_up_proj: PackedWeight,         // gate_proj, up_proj stacked: [2 intermediate, hidden]
+    pub gate_proj: PackedWeight,            // [intermediate, hidden]
+    pub up_proj: PackedWeight,              // [intermediate, hidden]
     pub down_proj: PackedWeight,            // [hidden, intermediate]
 }
 
@@ -87,7 +88,7 @@ pub fn load_weights(
     }
     let layer_bytes = dtype.packed_bytes(q + 2 * kv, hidden)
         + dtype.packed_bytes(hidden, q)
-        + dtype.packed_bytes(2 * intermediate, hidden)
+        + 2 * dtype.packed_bytes(intermediate, hidden)
         + dtype.packed_bytes(hidden, intermediate);
     let tied = config.tie_word_embeddings;
     let embeddings = if tied { 1 } else { 2 };
@@ -125,7 +126,6 @@ pub fn load_weights(
     let mut layers = Vec::new();
     for i in 0..config.num_hidden_layers {
         let qkv = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"].map(|n| layer(i, n));
-        let gate_up = ["mlp.gate_proj", "mlp.up_proj"].map(|n| layer(i, n));
         layers.push(LayerWeights {
             input_layernorm: vector(layer(i, "input_layernorm"), hidden)?,
             qkv_proj: pack(&qkv, &[(q, hidden), (kv, hidden), (kv, hidden)])?,
@@ -133,7 +133,8 @@ pub fn load_weights(
             k_norm: vector(layer(i, "self_attn.k_norm"), config.head_dim)?,
             o_proj: pack(&[layer(i, "self_attn.o_proj")], &[(hidden, q)])?,
             post_attention_layernorm: vector(layer(i, "post_attention_layernorm"), hidden)?,
-            gate_up_proj: pack(&gate_up, &[(intermediate, hidden), (intermediate, hidden)])?,
+            gate_proj: pack(&[layer(i, "mlp.gate_proj")], &[(intermediate, hidden)])?,
+            up_proj: pack(&[layer(i, "mlp.up_proj")], &[(intermediate, hidden)])?,
             down_proj: pack(&[layer(i, "mlp.down_proj")], &[(hidden, intermediate)])?,
         });
     }

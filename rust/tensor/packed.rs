@@ -1,11 +1,12 @@
 //! Weights as the kernels read them: 16 output rows interleaved, all in one huge-page arena.
 
 use crate::error::{Error, Result};
-use crate::kernels::float::AllFinite;
-use crate::kernels::matmul::{ROW_PADDING, matmul_float, matmul_q8_0};
+use crate::kernels::float::{AllFinite, RmsNorm};
+use crate::kernels::gated::{gated_float, gated_q8_0};
+use crate::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
 use crate::kernels::q8_0::{
-    BLOCK, GROUP_BLOCK, InterleaveRows, QuantizeActivations, QuantizeWeights, dequantize_packed_row,
-    quantized_words,
+    BLOCK, GROUP_BLOCK, InterleaveRows, QuantizeActivations, QuantizeNormed, QuantizeWeights,
+    dequantize_packed_row, quantized_words,
 };
 use crate::kernels::{Isa, LANES};
 use crate::threads::Threads;
@@ -47,6 +48,22 @@ impl WeightDtype {
         }
     }
 
+    /// One row of activations `[k]`, as a matmul with these weights reads it.
+    pub fn write_activations(self, isa: Isa, x: &[f32], out: &mut [f32]) {
+        match self {
+            Self::Q8_0 => isa.run(QuantizeActivations { x, out }),
+            Self::Bf16 | Self::F32 => out[..x.len()].copy_from_slice(x),
+        }
+    }
+
+    /// The same of the row's RMSNorm.
+    pub fn write_normed(self, isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+        match self {
+            Self::Q8_0 => isa.run(QuantizeNormed { x, weight, out, eps }),
+            Self::Bf16 | Self::F32 => isa.run(RmsNorm { x, weight, out: &mut out[..x.len()], eps }),
+        }
+    }
+
     /// Bytes of `[n, k]` weights once packed.
     pub fn packed_bytes(self, n: usize, k: usize) -> usize {
         let rows = n.next_multiple_of(LANES);
@@ -56,17 +73,6 @@ impl WeightDtype {
             Self::F32 => aligned(rows * k * 4),
         }
     }
-}
-
-/// Several rows of activations with padding between them, and their stride; one row as it is.
-fn padded_rows<'a>(threads: &Threads, x: &'a [f32], k: usize, scratch: &'a mut [f32]) -> (&'a [f32], usize) {
-    let (m, stride) = (x.len() / k, k + ROW_PADDING);
-    if m == 1 {
-        return (x, k);
-    }
-    let padded = &mut scratch[..m * stride];
-    threads.for_each_row(padded, stride, 8, |r, out| out[..k].copy_from_slice(&x[r * k..(r + 1) * k]));
-    (padded, stride)
 }
 
 const ALIGN: usize = 64;
@@ -316,10 +322,28 @@ impl PackedWeight {
         }
     }
 
-    /// `out[m, n] = x[m, k] W^T`. `scratch` takes the activations as the kernel reads them:
-    /// [`WeightDtype::activation_words`] for each row.
-    pub fn matmul(
-        &self,
+    /// The product `x[m, k] W^T`; `x` is rows of [`WeightDtype::write_activations`].
+    pub fn matmul(&self, arena: &Arena, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
+        let (n, k) = (self.n, self.k);
+        match &self.layout {
+            Layout::Q8_0 { quants, scales } => {
+                let weights = (arena.slice(quants), arena.slice(scales));
+                matmul_q8_0(isa, threads, x, weights, (k.div_ceil(BLOCK), n), out);
+            }
+            Layout::Bf16(range) => {
+                matmul_float::<bf16>(isa, threads, x, arena.slice(range), (k, n), out);
+            }
+            Layout::F32(range) => {
+                matmul_float::<f32>(isa, threads, x, arena.slice(range), (k, n), out);
+            }
+        }
+    }
+
+    /// `silu(gate x) * (up x)` of rows `x` of [`WeightDtype::write_activations`], written to `out` as such
+    /// rows again; both weights are `[n, k]`. `scratch` holds
+    /// [`GATED_WORDS`](crate::kernels::gated::GATED_WORDS) for each worker.
+    pub fn gated(
+        [gate, up]: [&Self; 2],
         arena: &Arena,
         isa: Isa,
         threads: &Threads,
@@ -327,26 +351,23 @@ impl PackedWeight {
         scratch: &mut [f32],
         out: &mut [f32],
     ) {
-        let (n, k) = (self.n, self.k);
-        let m = x.len() / k;
-        match &self.layout {
-            Layout::Q8_0 { quants, scales } => {
-                let blocks = k.div_ceil(BLOCK);
-                let quantized = &mut scratch[..m * quantized_words(blocks)];
-                threads.for_each_row(quantized, quantized_words(blocks), 8, |r, out| {
-                    isa.run(QuantizeActivations { x: &x[r * k..(r + 1) * k], out });
-                });
-                let weights = (arena.slice(quants), arena.slice(scales));
-                matmul_q8_0(isa, threads, quantized, weights, blocks, n, out);
+        let (n, k) = (gate.n, gate.k);
+        assert!(up.n == n && up.k == k);
+        match (&gate.layout, &up.layout) {
+            (Layout::Q8_0 { quants, scales }, Layout::Q8_0 { quants: up_quants, scales: up_scales }) => {
+                let gate = (arena.slice(quants), arena.slice(scales));
+                let up = (arena.slice(up_quants), arena.slice(up_scales));
+                gated_q8_0(isa, threads, x, [gate, up], (k.div_ceil(BLOCK), n), scratch, out);
             }
-            Layout::Bf16(range) => {
-                let x = padded_rows(threads, x, k, scratch);
-                matmul_float::<bf16>(isa, threads, x, arena.slice(range), k, n, out);
+            (Layout::Bf16(gate), Layout::Bf16(up)) => {
+                let weights = [arena.slice::<bf16>(gate), arena.slice(up)];
+                gated_float(isa, threads, x, weights, (k, n), scratch, out);
             }
-            Layout::F32(range) => {
-                let x = padded_rows(threads, x, k, scratch);
-                matmul_float::<f32>(isa, threads, x, arena.slice(range), k, n, out);
+            (Layout::F32(gate), Layout::F32(up)) => {
+                let weights = [arena.slice::<f32>(gate), arena.slice(up)];
+                gated_float(isa, threads, x, weights, (k, n), scratch, out);
             }
+            _ => unreachable!("a model's weights are packed alike"),
         }
     }
 

@@ -4,9 +4,10 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 use qwen_rs::kernels::attention::{AttentionRow, CHUNK, KvRun, KvSource, MergeChunks, partial_len};
-use qwen_rs::kernels::float::{AddAssign, ExpSum, NormRope, RmsNorm, SwiGlu};
-use qwen_rs::kernels::matmul::{matmul_float, matmul_q8_0};
-use qwen_rs::kernels::q8_0::{BLOCK, QuantizeActivations, QuantizeWeights, quantized_words};
+use qwen_rs::kernels::float::{ExpSum, NormRope, RmsNorm, SwiGlu};
+use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
+use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
+use qwen_rs::kernels::q8_0::{BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words};
 use qwen_rs::kernels::{Element, Isa, LANES};
 use qwen_rs::threads::Threads;
 use std::marker::PhantomData;
@@ -36,6 +37,12 @@ fn same_everywhere(what: &str, f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
     expected
 }
 
+fn quantize(isa: Isa, x: &[f32]) -> Vec<f32> {
+    let mut out = vec![0.0; quantized_words(x.len().div_ceil(BLOCK))];
+    isa.run(QuantizeActivations { x, out: &mut out });
+    out
+}
+
 #[test]
 fn row_operations() {
     println!("instruction sets: {:?}", Isa::available());
@@ -52,20 +59,21 @@ fn row_operations() {
             assert!((f64::from(norm[i]) - expected).abs() <= 1e-5 * expected.abs() + 1e-30);
         }
         let swiglu = same_everywhere("swiglu", |isa| {
-            let mut out = vec![0.0; width];
-            isa.run(SwiGlu { gate: &x, up: &y, out: &mut out });
-            out
+            let mut gate = x.clone();
+            isa.run(SwiGlu { gate: &mut gate, up: &y });
+            gate
         });
         for i in 0..width {
             let (x, y) = (f64::from(x[i]), f64::from(y[i]));
             let expected = x / (1.0 + (-x).exp()) * y;
             assert!((f64::from(swiglu[i]) - expected).abs() <= 1e-5 * expected.abs() + 1e-30);
         }
-        same_everywhere("add", |isa| {
-            let mut out = x.clone();
-            isa.run(AddAssign { x: &mut out, y: &y });
+        let quantized = same_everywhere("quantize_normed", |isa| {
+            let mut out = vec![0.0; quantized_words(width.div_ceil(BLOCK))];
+            isa.run(QuantizeNormed { x: &x, weight: &y, out: &mut out, eps: 1e-6 });
             out
         });
+        assert!(bits(&quantized) == bits(&quantize(Isa::PORTABLE, &norm)), "{width}");
         same_everywhere("exp_sum", |isa| {
             let mut out = x.clone();
             let sum = isa.run(ExpSum { x: &mut out, largest: 30.0 });
@@ -87,9 +95,9 @@ fn row_operations() {
 fn swiglu_at_the_ends_of_the_range() {
     let gate = [-1e30, -1000.0, -88.5, -87.5, -0.0, 0.0, 87.5, 1000.0, 1e30, f32::MIN_POSITIVE];
     let out = same_everywhere("swiglu", |isa| {
-        let mut out = [1.0; 10];
-        isa.run(SwiGlu { gate: &gate, up: &[1.0; 10], out: &mut out });
-        out.to_vec()
+        let mut out = gate.to_vec();
+        isa.run(SwiGlu { gate: &mut out, up: &[1.0; 10] });
+        out
     });
     assert!(out.iter().all(|x| x.is_finite()));
     assert_eq!(&out[6..9], &gate[6..9]);
@@ -122,80 +130,151 @@ fn pack<T: Copy>(w: &[T], n: usize, k: usize, zero: T) -> Vec<T> {
     packed
 }
 
-fn check_float<T: Element>(m: usize, n: usize, k: usize, w: &[T], zero: T) {
-    let x = numbers(m * k, 5);
-    let packed = pack(w, n, k, zero);
-    // The law, word for word.
-    let mut expected = vec![0f32; m * n];
-    for (i, y) in expected.iter_mut().enumerate() {
-        for j in 0..k {
-            *y = x[i / n * k + j].mul_add(w[i % n * k + j].widen(), *y);
-        }
-    }
+/// Rows `k` wide as float weights read them; nobody reads the padding.
+fn padded(x: &[f32], k: usize) -> Vec<f32> {
+    x.chunks(k).flat_map(|row| [row, &[f32::NAN; ROW_PADDING]].concat()).collect()
+}
+
+/// Checks both outputs of a matmul on all instruction sets, on one thread and on two.
+fn check_product(expected: &[f32], what: &str, multiply: impl Fn(Isa, &Threads, Output<'_>)) {
+    let before = numbers(expected.len(), 10);
+    let sums: Vec<f32> = before.iter().zip(expected).map(|(x, y)| x + y).collect();
     for isa in Isa::available() {
         for threads in [1, 2] {
             let threads = Threads::new(threads).unwrap();
-            let mut out = vec![f32::NAN; m * n];
-            matmul_float(isa, &threads, (&x, k), &packed, k, n, &mut out);
-            assert!(bits(&out) == bits(&expected), "{m} x {n} x {k} on {isa:?}");
-            let padded: Vec<f32> = x.chunks(k).flat_map(|row| [row, &[f32::NAN; 16]].concat()).collect();
-            matmul_float(isa, &threads, (&padded, k + 16), &packed, k, n, &mut out);
-            assert!(bits(&out) == bits(&expected), "{m} x {n} x {k} padded on {isa:?}");
+            let mut out = vec![f32::NAN; expected.len()];
+            multiply(isa, &threads, Output::Set(&mut out));
+            assert!(bits(&out) == bits(expected), "{what} on {isa:?}");
+            let mut out = before.clone();
+            multiply(isa, &threads, Output::Add(&mut out));
+            assert!(bits(&out) == bits(&sums), "{what} added on {isa:?}");
         }
     }
 }
 
-fn check_q8_0(m: usize, n: usize, k: usize) {
-    let blocks = k.div_ceil(BLOCK);
-    let padded = blocks * BLOCK;
-    let x = numbers(m * k, 6);
-    let mut w = numbers(n * padded, 7);
-    for row in w.chunks_mut(padded) {
-        row[k..].fill(0.0);
-    }
-    let (mut quants, mut scales) = (vec![0i8; n * padded], vec![f16::ZERO; n * blocks]);
-    Isa::PORTABLE.run(QuantizeWeights { x: &w, quants: &mut quants, scales: &mut scales });
-    let groups = n.div_ceil(LANES);
-    let mut packed = vec![128u8; groups * padded * LANES];
-    let mut packed_scales = vec![f16::ZERO; groups * blocks * LANES];
-    for row in 0..n {
-        for i in 0..padded {
-            let quad = (row / LANES * padded + i / 4 * 4) * LANES;
-            packed[quad + row % LANES * 4 + i % 4] = (i16::from(quants[row * padded + i]) + 128) as u8;
-        }
-        for b in 0..blocks {
-            packed_scales[(row / LANES * blocks + b) * LANES + row % LANES] = scales[row * blocks + b];
-        }
-    }
-    let words = quantized_words(blocks);
-    let activations = same_everywhere("quantize", |isa| {
-        let mut out = vec![0.0; m * words];
-        for (x, out) in x.chunks(k).zip(out.chunks_mut(words)) {
-            isa.run(QuantizeActivations { x, out });
-        }
-        out
-    });
-    // The law, word for word.
-    let mut expected = vec![0f32; m * n];
-    for (i, y) in expected.iter_mut().enumerate() {
-        let (row, column) = (&activations[i / n * words..(i / n + 1) * words], i % n);
-        let values: &[i8] = bytemuck::cast_slice(&row[..padded / 4]);
-        for b in 0..blocks {
-            let pairs = values[b * BLOCK..(b + 1) * BLOCK].iter().zip(&quants[column * padded + b * BLOCK..]);
-            let dot: i32 = pairs.map(|(&a, &w)| i32::from(a) * i32::from(w)).sum();
-            let scale = scales[column * blocks + b].to_f32() * row[padded / 4 + b];
-            *y = (dot as f32).mul_add(scale, *y);
-        }
-    }
+/// The same of a gated pair, which leaves rows of `words`, of which the first are expected.
+fn check_gated(
+    (m, words): (usize, usize),
+    expected: &[f32],
+    what: &str,
+    multiply: impl Fn(Isa, &Threads, &mut [f32], &mut [f32]),
+) {
     for isa in Isa::available() {
         for threads in [1, 2] {
             let threads = Threads::new(threads).unwrap();
-            let mut out = vec![f32::NAN; m * n];
-            let weights = (&packed[..], &packed_scales[..]);
-            matmul_q8_0(isa, &threads, &activations, weights, blocks, n, &mut out);
-            assert!(bits(&out) == bits(&expected), "{m} x {n} x {k} on {isa:?}");
+            let mut scratch = vec![f32::NAN; threads.count() * GATED_WORDS];
+            let mut out = vec![f32::NAN; m * words];
+            multiply(isa, &threads, &mut scratch, &mut out);
+            for (out, expected) in out.chunks(words).zip(expected.chunks(expected.len() / m)) {
+                assert!(bits(&out[..expected.len()]) == bits(expected), "gated {what} on {isa:?}");
+            }
         }
     }
+}
+
+/// `x[m, k] W^T` by the law, word for word.
+fn float_law<T: Element>((m, n, k): (usize, usize, usize), x: &[f32], w: &[T]) -> Vec<f32> {
+    let mut out = vec![0f32; m * n];
+    for (i, y) in out.iter_mut().enumerate() {
+        for j in 0..k {
+            *y = x[i / n * k + j].mul_add(w[i % n * k + j].widen(), *y);
+        }
+    }
+    out
+}
+
+fn swiglu(mut gate: Vec<f32>, up: &[f32]) -> Vec<f32> {
+    Isa::PORTABLE.run(SwiGlu { gate: &mut gate, up });
+    gate
+}
+
+fn check_float<T: Element>(m: usize, n: usize, k: usize, w: &[T], zero: T) {
+    let (what, x) = (format!("{m} x {n} x {k}"), numbers(m * k, 5));
+    let (packed, rows) = (pack(w, n, k, zero), padded(&x, k));
+    let product = float_law((m, n, k), &x, w);
+    check_product(&product, &what, |isa, threads, out| {
+        matmul_float(isa, threads, &rows, &packed, (k, n), out);
+    });
+    let turned: Vec<T> = w.iter().rev().copied().collect();
+    let up = float_law((m, n, k), &x, &turned);
+    let pair = [&packed[..], &pack(&turned, n, k, zero)];
+    check_gated((m, n + ROW_PADDING), &swiglu(product, &up), &what, |isa, threads, scratch, out| {
+        gated_float(isa, threads, &rows, pair, (k, n), scratch, out);
+    });
+}
+
+/// Weights `[n, k]` in Q8_0, plain and packed.
+struct WeightsQ8_0 {
+    quants: Vec<i8>,         // [n][blocks * 32]
+    scales: Vec<f16>,        // [n][blocks]
+    packed: Vec<u8>,         // [ceil(n / 16)][blocks][8][16][4]
+    packed_scales: Vec<f16>, // [ceil(n / 16)][blocks][16]
+}
+
+impl WeightsQ8_0 {
+    fn new(n: usize, k: usize, seed: u64) -> Self {
+        let blocks = k.div_ceil(BLOCK);
+        let padded = blocks * BLOCK;
+        let mut w = numbers(n * padded, seed);
+        for row in w.chunks_mut(padded) {
+            row[k..].fill(0.0);
+        }
+        let (mut quants, mut scales) = (vec![0i8; n * padded], vec![f16::ZERO; n * blocks]);
+        Isa::PORTABLE.run(QuantizeWeights { x: &w, quants: &mut quants, scales: &mut scales });
+        let groups = n.div_ceil(LANES);
+        let mut packed = vec![128u8; groups * padded * LANES];
+        let mut packed_scales = vec![f16::ZERO; groups * blocks * LANES];
+        for row in 0..n {
+            for i in 0..padded {
+                let quad = (row / LANES * padded + i / 4 * 4) * LANES;
+                packed[quad + row % LANES * 4 + i % 4] = (i16::from(quants[row * padded + i]) + 128) as u8;
+            }
+            for b in 0..blocks {
+                packed_scales[(row / LANES * blocks + b) * LANES + row % LANES] = scales[row * blocks + b];
+            }
+        }
+        Self { quants, scales, packed, packed_scales }
+    }
+
+    fn packed(&self) -> (&[u8], &[f16]) {
+        (&self.packed, &self.packed_scales)
+    }
+
+    /// The product with quantized activations by the law, word for word.
+    fn law(&self, (m, n, blocks): (usize, usize, usize), activations: &[f32]) -> Vec<f32> {
+        let (padded, words) = (blocks * BLOCK, quantized_words(blocks));
+        let mut out = vec![0f32; m * n];
+        for (i, y) in out.iter_mut().enumerate() {
+            let (row, column) = (&activations[i / n * words..(i / n + 1) * words], i % n);
+            let values: &[i8] = bytemuck::cast_slice(&row[..padded / 4]);
+            for b in 0..blocks {
+                let weights = &self.quants[column * padded + b * BLOCK..];
+                let pairs = values[b * BLOCK..(b + 1) * BLOCK].iter().zip(weights);
+                let dot: i32 = pairs.map(|(&a, &w)| i32::from(a) * i32::from(w)).sum();
+                let scale = self.scales[column * blocks + b].to_f32() * row[padded / 4 + b];
+                *y = (dot as f32).mul_add(scale, *y);
+            }
+        }
+        out
+    }
+}
+
+fn check_q8_0(m: usize, n: usize, k: usize) {
+    let what = format!("q8_0 {m} x {n} x {k}");
+    let (blocks, x) = (k.div_ceil(BLOCK), numbers(m * k, 6));
+    let activations = same_everywhere("quantize", |isa| x.chunks(k).flat_map(|x| quantize(isa, x)).collect());
+    let weights = WeightsQ8_0::new(n, k, 7);
+    let product = weights.law((m, n, blocks), &activations);
+    check_product(&product, &what, |isa, threads, out| {
+        matmul_q8_0(isa, threads, &activations, weights.packed(), (blocks, n), out);
+    });
+    let up = WeightsQ8_0::new(n, k, 11);
+    let gated = swiglu(product, &up.law((m, n, blocks), &activations));
+    let expected: Vec<f32> = gated.chunks(n).flat_map(|row| quantize(Isa::PORTABLE, row)).collect();
+    let pair = [weights.packed(), up.packed()];
+    check_gated((m, expected.len() / m), &expected, &what, |isa, threads, scratch, out| {
+        gated_q8_0(isa, threads, &activations, pair, (blocks, n), scratch, out);
+    });
 }
 
 #[test]

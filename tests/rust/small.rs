@@ -14,7 +14,8 @@ use half::{bf16, f16};
 use qwen_rs::backend::SimdBackend;
 use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
-use qwen_rs::kernels::matmul::{matmul_float, matmul_q8_0};
+use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
+use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
 use qwen_rs::kernels::q8_0::{GROUP_BLOCK, QuantizeActivations, quantized_words};
 use qwen_rs::loader::{RandomWeights, load_weights};
 use qwen_rs::model::qwen3::{Qwen3, Qwen3Config};
@@ -92,12 +93,16 @@ fn sequences_decoded_together_by_several_threads() {
 #[test]
 fn matmul_at_odd_sizes() {
     let threads = Threads::new(2).unwrap();
+    let mut scratch = vec![0.0; 2 * GATED_WORDS];
     for (m, n, k) in [(1, 1, 1), (3, 17, 5), (5, 33, 2)] {
-        let x = vec![0.5; m * (k + 3)];
+        let x = vec![0.5; m * (k + ROW_PADDING)];
         let mut out = vec![f32::NAN; m * n];
         let weights = vec![bf16::ONE; n.div_ceil(16) * k * 16];
-        matmul_float(Isa::PORTABLE, &threads, (&x, k + 3), &weights, k, n, &mut out);
+        matmul_float(Isa::PORTABLE, &threads, &x, &weights, (k, n), Output::Set(&mut out));
         assert!(out.iter().all(|&y| y == 0.5 * k as f32));
+        let mut gated = vec![f32::NAN; m * (n + ROW_PADDING)];
+        gated_float(Isa::PORTABLE, &threads, &x, [&weights, &weights], (k, n), &mut scratch, &mut gated);
+        assert!(gated.chunks(n + ROW_PADDING).all(|row| row[..n].iter().all(|&y| y > 0.0)));
         let blocks = k.div_ceil(32);
         let mut quantized = vec![0.0; m * quantized_words(blocks)];
         for row in quantized.chunks_mut(quantized_words(blocks)) {
@@ -105,8 +110,13 @@ fn matmul_at_odd_sizes() {
         }
         let groups = n.div_ceil(16) * blocks;
         let (quants, scales) = (vec![129; groups * GROUP_BLOCK], vec![f16::ONE; groups * 16]);
-        matmul_q8_0(Isa::PORTABLE, &threads, &quantized, (&quants, &scales), blocks, n, &mut out);
-        assert!(out.iter().all(|&y| (y - 0.5 * k as f32).abs() < 1e-3));
+        let weights = (&quants[..], &scales[..]);
+        matmul_q8_0(Isa::PORTABLE, &threads, &quantized, weights, (blocks, n), Output::Add(&mut out));
+        assert!(out.iter().all(|&y| (y - k as f32).abs() < 1e-3));
+        let mut gated = vec![f32::NAN; m * quantized_words(n.div_ceil(32))];
+        let pair = [weights, weights];
+        gated_q8_0(Isa::PORTABLE, &threads, &quantized, pair, (blocks, n), &mut scratch, &mut gated);
+        assert!(gated.iter().all(|y| y.to_bits() != f32::NAN.to_bits()));
     }
 }
 

@@ -2,30 +2,31 @@
 
 use super::config::Qwen3Config;
 use super::forward::{BATCH, Scratch, Sequences};
-use crate::backend::{AttentionInput, Backend, Op};
+use crate::backend::{AttentionInput, Backend, Op, Output};
 use crate::cache::KvView;
 use crate::error::Result;
-use crate::loader::LayerWeights;
-use crate::tensor::{Arena, Rows};
+use crate::loader::Weights;
+use crate::tensor::Rows;
 use std::sync::{Mutex, PoisonError};
 
-/// `scratch.normed [m, hidden]` to `scratch.residual [m, hidden]`; each sequence's rows go to its own
-/// cache.
+/// Adds the attention of `scratch.operands`, `m` rows `[hidden]`, to `scratch.hidden`; each sequence's
+/// rows go to its own cache.
 pub fn attention(
     backend: &dyn Backend,
     config: &Qwen3Config,
-    arena: &Arena,
-    (index, layer): (usize, &LayerWeights),
+    weights: &Weights,
+    index: usize,
     m: usize,
     sequences: &mut Sequences<'_, '_>,
     scratch: &mut Scratch,
 ) -> Result<()> {
+    let (arena, dtype, layer) = (&weights.arena, weights.dtype, &weights.layers[index]);
     let (q_width, kv_width) = (config.q_width(), config.kv_width());
     let width = q_width + 2 * kv_width;
     // 1. q, k and v in one matmul: [m, hidden] -> [m, q | k | v]
-    let normed = &scratch.normed[..m * config.hidden_size];
+    let normed = &scratch.operands[..m * dtype.activation_words(config.hidden_size)];
     let qkv = &mut scratch.qkv[..m * width];
-    backend.matmul(Op::QkvProj, arena, &layer.qkv_proj, normed, &mut scratch.operands, qkv);
+    backend.matmul(Op::QkvProj, arena, &layer.qkv_proj, normed, Output::Set(qkv));
     // 2. per-head RMSNorm of q and k, then rotation, in place
     backend.qk_norm_rope(
         qkv,
@@ -78,8 +79,9 @@ pub fn attention(
     };
     backend.attention(&input, &mut scratch.partials, &mut scratch.attended[..m * q_width]);
     // 5. [m, q] -> [m, hidden]
-    let attended = &scratch.attended[..m * q_width];
-    let out = &mut scratch.residual[..m * config.hidden_size];
-    backend.matmul(Op::OProj, arena, &layer.o_proj, attended, &mut scratch.operands, out);
+    let attended = &mut scratch.operands[..m * dtype.activation_words(q_width)];
+    backend.activations(dtype, &scratch.attended[..m * q_width], q_width, attended);
+    let hidden = &mut scratch.hidden[..m * config.hidden_size];
+    backend.matmul(Op::OProj, arena, &layer.o_proj, attended, Output::Add(hidden));
     Ok(())
 }

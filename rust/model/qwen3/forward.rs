@@ -4,11 +4,12 @@ use super::attention::attention;
 use super::config::Qwen3Config;
 use super::mlp::mlp;
 use super::rope::Rope;
-use crate::backend::{Backend, Op, Phase, partials_words};
+use crate::backend::{Backend, Op, Output, Phase, partials_words};
 use crate::cache::{BasicKvCache, ConcatKvCache, KvCache};
 use crate::error::{Error, Result};
 use crate::loader::Weights;
 use crate::tensor::{KvDtype, Rows, WeightDtype};
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 
 /// Rows of a prompt that pass through the layers together; it bounds the scratch memory. It does not
@@ -50,33 +51,36 @@ pub const BATCH: usize = 64;
 #[derive(Default)]
 pub struct Scratch {
     pub hidden: Vec<f32>,    // [m, hidden]: the residual stream
-    pub normed: Vec<f32>,    // [m, hidden]
-    pub residual: Vec<f32>,  // [m, hidden]: what a block adds
     pub qkv: Vec<f32>,       // [m, q | k | v]
     pub attended: Vec<f32>,  // [m, q]
-    pub gate_up: Vec<f32>,   // [m, gate | up]
-    pub activated: Vec<f32>, // [m, intermediate]
+    pub operands: Vec<f32>,  // [m, hidden or q], as a matmul reads them
+    pub gate_up: Vec<f32>,   // both products of each worker's strip
+    pub activated: Vec<f32>, // [m, intermediate], as a matmul reads them
     pub rotations: Vec<f32>, // [m, head_dim]
-    pub operands: Vec<f32>,  // [m, words of the widest activations as a matmul reads them]
     pub partials: Vec<f32>,  // attention's chunks, for the longest context
 }
 
 impl Scratch {
-    fn grow(&mut self, config: &Qwen3Config, dtype: WeightDtype, m: usize, sequences: usize) -> Result<()> {
-        let widest = config.hidden_size.max(config.q_width()).max(config.intermediate_size);
+    fn grow(
+        &mut self,
+        config: &Qwen3Config,
+        dtype: WeightDtype,
+        gate_up: usize,
+        m: usize,
+        sequences: usize,
+    ) -> Result<()> {
+        let widest = config.hidden_size.max(config.q_width());
         // Zeroed memory is not resident until it is written: the longest context costs nothing yet.
         let partials =
             partials_words(config.num_attention_heads, config.head_dim, config.max_position_embeddings);
         for (buffer, words) in [
             (&mut self.hidden, m * config.hidden_size),
-            (&mut self.normed, m * config.hidden_size),
-            (&mut self.residual, m * config.hidden_size),
             (&mut self.qkv, m * (config.q_width() + 2 * config.kv_width())),
             (&mut self.attended, m * config.q_width()),
-            (&mut self.gate_up, m * 2 * config.intermediate_size),
-            (&mut self.activated, m * config.intermediate_size),
-            (&mut self.rotations, m * config.head_dim),
             (&mut self.operands, m * dtype.activation_words(widest)),
+            (&mut self.gate_up, gate_up),
+            (&mut self.activated, m * dtype.activation_words(config.intermediate_size)),
+            (&mut self.rotations, m * config.head_dim),
             (&mut self.partials, sequences * partials),
         ] {
             if buffer.len() < words {
@@ -260,36 +264,36 @@ impl Qwen3 {
         logits: &mut [f32],
     ) -> Result<()> {
         let (config, backend, weights) = (&self.config, &*self.backend, &self.weights);
-        let (m, hidden, arena) = (tokens.len(), config.hidden_size, &weights.arena);
-        scratch.grow(config, weights.dtype, m, sequences.caches.len())?;
+        let (m, hidden, eps) = (tokens.len(), config.hidden_size, config.rms_norm_eps);
+        let (arena, dtype) = (&weights.arena, weights.dtype);
+        scratch.grow(config, dtype, backend.gated_words(), m, sequences.caches.len())?;
         let rows = sequences.rows;
         let positions = sequences.past.iter().flat_map(|&past| past..past + rows);
         for (position, rotation) in positions.zip(scratch.rotations.chunks_mut(config.head_dim)) {
             self.rope.rotation(position, rotation);
         }
         backend.embed(arena, &weights.embed_tokens, tokens, &mut scratch.hidden[..m * hidden]);
+        let words = dtype.activation_words(hidden);
+        let norm = |scratch: &mut Scratch, rows: Range<usize>, weight: &[f32]| {
+            let x = &scratch.hidden[rows.start * hidden..rows.end * hidden];
+            let normed = &mut scratch.operands[rows.start * words..rows.end * words];
+            backend.rms_norm(dtype, x, weight, eps, normed);
+        };
         for (index, layer) in weights.layers.iter().enumerate() {
             go_on(interrupt)?;
-            let eps = config.rms_norm_eps;
-            let rows = m * hidden;
-            let s = &mut *scratch;
-            backend.rms_norm(&s.hidden[..rows], &layer.input_layernorm, eps, &mut s.normed[..rows]);
-            attention(backend, config, arena, (index, layer), m, &mut sequences, s)?;
-            backend.add(&mut s.hidden[..rows], &s.residual[..rows], hidden);
-            let weight = &layer.post_attention_layernorm;
-            backend.rms_norm(&s.hidden[..rows], weight, eps, &mut s.normed[..rows]);
+            norm(scratch, 0..m, &layer.input_layernorm);
+            attention(backend, config, weights, index, m, &mut sequences, scratch)?;
             go_on(interrupt)?;
-            mlp(backend, arena, layer, m, s);
-            backend.add(&mut s.hidden[..rows], &s.residual[..rows], hidden);
+            norm(scratch, 0..m, &layer.post_attention_layernorm);
+            mlp(backend, weights, index, m, scratch);
         }
         if logits.is_empty() {
             return Ok(());
         }
-        let rows = first * hidden..m * hidden;
-        let normed = &mut scratch.normed[rows.clone()];
-        backend.rms_norm(&scratch.hidden[rows], &weights.norm, config.rms_norm_eps, normed);
+        norm(scratch, first..m, &weights.norm);
+        let normed = &scratch.operands[first * words..m * words];
         let lm_head = weights.lm_head.as_ref().unwrap_or(&weights.embed_tokens);
-        backend.matmul(Op::LmHead, arena, lm_head, normed, &mut scratch.operands, logits);
+        backend.matmul(Op::LmHead, arena, lm_head, normed, Output::Set(logits));
         Ok(())
     }
 

@@ -1,19 +1,16 @@
 //! The gated MLP: `down_proj(silu(gate_proj x) * up_proj x)`.
 
 use super::forward::Scratch;
-use crate::backend::{Backend, Op};
-use crate::loader::LayerWeights;
-use crate::tensor::Arena;
+use crate::backend::{Backend, Op, Output};
+use crate::loader::Weights;
 
-/// `scratch.normed [m, hidden]` to `scratch.residual [m, hidden]`.
-pub fn mlp(backend: &dyn Backend, arena: &Arena, layer: &LayerWeights, m: usize, scratch: &mut Scratch) {
-    let intermediate = layer.down_proj.k;
-    let hidden = layer.down_proj.n;
-    let gate_up = &mut scratch.gate_up[..m * 2 * intermediate]; // [m, gate | up]
-    let normed = &scratch.normed[..m * hidden];
-    backend.matmul(Op::GateUpProj, arena, &layer.gate_up_proj, normed, &mut scratch.operands, gate_up);
-    let activated = &mut scratch.activated[..m * intermediate]; // [m, intermediate]
-    backend.swiglu(gate_up, intermediate, activated);
-    let out = &mut scratch.residual[..m * hidden];
-    backend.matmul(Op::DownProj, arena, &layer.down_proj, activated, &mut scratch.operands, out);
+/// Adds the MLP of `scratch.operands`, `m` rows `[hidden]`, to `scratch.hidden`.
+pub fn mlp(backend: &dyn Backend, weights: &Weights, index: usize, m: usize, scratch: &mut Scratch) {
+    let (arena, dtype, layer) = (&weights.arena, weights.dtype, &weights.layers[index]);
+    let (hidden, intermediate) = (layer.down_proj.n, layer.down_proj.k);
+    let normed = &scratch.operands[..m * dtype.activation_words(hidden)];
+    let activated = &mut scratch.activated[..m * dtype.activation_words(intermediate)];
+    backend.gate_up(arena, [&layer.gate_proj, &layer.up_proj], normed, &mut scratch.gate_up, activated);
+    let hidden = &mut scratch.hidden[..m * hidden];
+    backend.matmul(Op::DownProj, arena, &layer.down_proj, activated, Output::Add(hidden));
 }

@@ -1,0 +1,172 @@
+//! The first half of a gated MLP in one pass: `silu(gate_proj x) * up_proj x`, left as the activations
+//! that `down_proj` reads.
+//!
+//! A task multiplies a strip of rows at a time with the same columns of both weights into scratch that
+//! stays in the first-level cache, and finishes them there: neither the two products, the widest values
+//! of a layer, nor their combination as f32 go to memory.
+
+use super::Isa;
+use super::float::SwiGlu;
+use super::lanes::{Element, Kernel, LANES, Lanes};
+use super::matmul::{MatmulFloat, ROW_PADDING};
+use super::q8_0::{BLOCK, GROUP_BLOCK, MatmulQ8_0, QuantizedRow, quantize_blocks, quantized_words};
+use super::tiles::{OutputTiles, Split, Tile};
+use crate::threads::Threads;
+use half::f16;
+
+/// Rows of a strip: a multiple of all tile heights.
+const STRIP: usize = 24;
+/// The most groups of 16 output rows of a weight that a task takes.
+const GROUPS: usize = 32;
+
+/// f32 words of scratch for each worker: the two products of a strip.
+pub const GATED_WORDS: usize = 2 * STRIP * GROUPS * LANES;
+
+/// A place that each task uses its own part of.
+struct Shared(*mut f32);
+
+// SAFETY: each user says which part is its own.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    fn at(&self, i: usize) -> *mut f32 {
+        self.0.wrapping_add(i)
+    }
+}
+
+/// Calls `multiply` for both products of every strip of every tile, with their scratch `[rows, width]`
+/// (`width` is a multiple of 32, and what no group fills is 0), then `finish` with both.
+fn for_each_strip(
+    threads: &Threads,
+    (m, n): (usize, usize),
+    group_bytes: usize,
+    scratch: &mut [f32],
+    multiply: impl Fn(usize, OutputTiles, Tile) + Sync,
+    finish: impl Fn(Tile, usize, &mut [f32], &[f32]) + Sync,
+) {
+    assert!(scratch.len() >= threads.count() * GATED_WORDS);
+    let split = Split::new(m, n.div_ceil(LANES), group_bytes, 2, GROUPS);
+    let scratch = Shared(scratch.as_mut_ptr());
+    threads.run_on(split.tasks(), &|worker, task| {
+        let Tile { rows, groups } = split.tile(task);
+        // SAFETY: a worker runs one task at a time, and its number is below the count.
+        let own = unsafe { std::slice::from_raw_parts_mut(scratch.at(worker * GATED_WORDS), GATED_WORDS) };
+        let (gate, up) = own.split_at_mut(GATED_WORDS / 2);
+        let width = groups.len().next_multiple_of(2) * LANES;
+        for first in rows.clone().step_by(STRIP) {
+            let strip = Tile { rows: first..rows.end.min(first + STRIP), groups: groups.clone() };
+            let values = strip.rows.len() * width;
+            for (which, product) in [&mut *gate, &mut *up].into_iter().enumerate() {
+                for row in product[..values].chunks_exact_mut(width) {
+                    row[groups.len() * LANES..].fill(0.0);
+                }
+                multiply(which, OutputTiles::tile(product, width, &strip), strip.clone());
+            }
+            finish(strip, width, &mut gate[..values], &up[..values]);
+        }
+    });
+}
+
+/// With Q8_0 weights `[n, 32 blocks]`, packed as [`matmul_q8_0`](super::matmul::matmul_q8_0) takes them.
+pub fn gated_q8_0(
+    isa: Isa,
+    threads: &Threads,
+    x: &[f32], // [m, quantized_words(blocks)]
+    [gate, up]: [(&[u8], &[f16]); 2],
+    (blocks, n): (usize, usize),
+    scratch: &mut [f32], // [GATED_WORDS] for each worker
+    out: &mut [f32],     // [m, quantized_words(ceil(n / 32))]
+) {
+    let (groups, words) = (n.div_ceil(LANES), quantized_words(n.div_ceil(BLOCK)));
+    let m = out.len() / words;
+    assert!(out.len() == m * words && x.len() == m * quantized_words(blocks));
+    for (quants, scales) in [gate, up] {
+        assert!(quants.len() == groups * blocks * GROUP_BLOCK && scales.len() == groups * blocks * LANES);
+    }
+    let out = Shared(out.as_mut_ptr());
+    for_each_strip(
+        threads,
+        (m, n),
+        blocks * GROUP_BLOCK,
+        scratch,
+        |which, out, tile| {
+            let (quants, scales) = [gate, up][which];
+            isa.run(MatmulQ8_0 { x, quants, scales, blocks, out, tile });
+        },
+        |tile, width, gate, up| {
+            isa.run(SwiGlu { gate, up });
+            let out = QuantizedRow { start: out.at(tile.rows.start * words), blocks: n.div_ceil(BLOCK) };
+            isa.run(QuantizeTile { x: gate, width, out, first_block: tile.groups.start * LANES / BLOCK });
+        },
+    );
+}
+
+/// Rows of whole blocks, to the blocks from `first_block` on of as many quantized rows.
+struct QuantizeTile<'a> {
+    x: &'a [f32], // [rows, width]
+    width: usize,
+    out: QuantizedRow, // the first of the rows
+    first_block: usize,
+}
+
+impl Kernel for QuantizeTile<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let across = self.width / BLOCK;
+        let (x, rest) = self.x.as_chunks::<BLOCK>();
+        assert!(rest.is_empty() && self.first_block + across <= self.out.blocks);
+        let (mut row, mut block) = (0, 0);
+        for x in x.chunks(LANES) {
+            let mut places = [(self.out, 0); LANES];
+            for place in places.iter_mut().take(x.len()) {
+                let start = self.out.start.wrapping_add(row * quantized_words(self.out.blocks));
+                *place = (QuantizedRow { start, ..self.out }, self.first_block + block);
+                block += 1;
+                if block == across {
+                    (row, block) = (row + 1, 0);
+                }
+            }
+            // SAFETY: a block holds 32 values; the rows are this task's, the blocks inside them.
+            unsafe {
+                let values = |i: usize| (l.load(x[i].as_ptr()), l.load(x[i].as_ptr().add(LANES)));
+                quantize_blocks(l, x.len(), values, |i| places[i]);
+            }
+        }
+    }
+}
+
+/// With float weights `[n, k]`, packed as [`matmul_float`](super::matmul::matmul_float) takes them.
+pub fn gated_float<T: Element>(
+    isa: Isa,
+    threads: &Threads,
+    x: &[f32], // [m, k + ROW_PADDING]
+    [gate, up]: [&[T]; 2],
+    (k, n): (usize, usize),
+    scratch: &mut [f32], // [GATED_WORDS] for each worker
+    out: &mut [f32],     // [m, n + ROW_PADDING]
+) {
+    let (stride, words) = (k + ROW_PADDING, n + ROW_PADDING);
+    let m = out.len() / words;
+    assert!(out.len() == m * words && x.len() == m * stride);
+    for weights in [gate, up] {
+        assert_eq!(weights.len(), n.div_ceil(LANES) * k * LANES);
+    }
+    let out = Shared(out.as_mut_ptr());
+    for_each_strip(
+        threads,
+        (m, n),
+        k * LANES * size_of::<T>(),
+        scratch,
+        |which, out, tile| isa.run(MatmulFloat { x, stride, weights: [gate, up][which], k, out, tile }),
+        |tile, width, gate, up| {
+            isa.run(SwiGlu { gate, up });
+            let first = tile.groups.start * LANES;
+            let columns = width.min(n - first);
+            for (row, x) in tile.rows.zip(gate.chunks_exact(width)) {
+                // SAFETY: these columns of the row are this task's.
+                unsafe { std::ptr::copy_nonoverlapping(x.as_ptr(), out.at(row * words + first), columns) };
+            }
+        },
+    );
+}
