@@ -18,7 +18,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 /// Rows that one task of a row-wise operation takes: a few microseconds of work.
-const ROWS_PER_TASK: usize = 8;
+const ROWS_PER_TASK: usize = 4;
 
 /// Queries of some sequences, each with as many rows, and the keys and values they see.
 pub struct AttentionInput<'a> {

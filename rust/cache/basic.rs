@@ -4,6 +4,7 @@ use super::kv_cache_trait::{KvCache, KvShape, KvView};
 use crate::error::{Error, Result};
 use crate::kernels::attention::KvRun;
 use crate::tensor::{KvDtype, Rows, Tensor, TensorData};
+use crate::threads::Threads;
 use half::f16;
 
 /// Rows that are claimed beyond the prompt, so that so many tokens can be generated before storage
@@ -38,15 +39,17 @@ impl LayerKvState {
         self.tensors().try_for_each(|t| t.reserve_rows(rows))
     }
 
-    /// Appends rows of all heads, `[rows, kv_width]`.
-    pub fn append(&mut self, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
-        for (tensors, rows) in [(&mut self.k, k), (&mut self.v, v)] {
-            let width = rows.cols / tensors.len();
-            for (head, tensor) in tensors.iter_mut().enumerate() {
-                tensor.append(rows.columns(head * width, width))?;
-            }
-        }
-        Ok(())
+    /// Appends rows of all heads, `[rows, kv_width]`, the heads side by side if there are threads.
+    pub fn append(&mut self, k: Rows<'_>, v: Rows<'_>, threads: Option<&Threads>) -> Result<()> {
+        let heads = self.k.len();
+        let width = k.cols / heads;
+        let part = |i: usize| if i < heads { k } else { v }.columns(i % heads * width, width);
+        let Some(threads) = threads else {
+            return self.tensors().enumerate().try_for_each(|(i, tensor)| tensor.append(part(i)));
+        };
+        let mut tasks: Vec<_> = self.tensors().map(|tensor| (tensor, Ok(()))).collect();
+        threads.for_each_mut(&mut tasks, |i, (tensor, result)| *result = tensor.append(part(i)));
+        tasks.into_iter().try_for_each(|(_, result)| result)
     }
 
     pub fn truncate(&mut self, rows: usize) {
@@ -133,7 +136,13 @@ impl KvCache for BasicKvCache {
         Ok(())
     }
 
-    fn set_prefill(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
+    fn set_prefill(
+        &mut self,
+        layer: usize,
+        k: Rows<'_>,
+        v: Rows<'_>,
+        threads: Option<&Threads>,
+    ) -> Result<()> {
         let state = &mut self.layers[layer];
         if state.rows() != 0 {
             return Err(Error::cache(format!("layer {layer} has been prefilled already")));
@@ -143,11 +152,11 @@ impl KvCache for BasicKvCache {
                 tensor.reserve_rows(k.rows + KV_HEADROOM_ROWS)?;
             }
         }
-        state.append(k, v)
+        state.append(k, v, threads)
     }
 
-    fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
-        self.layers[layer].append(k, v)
+    fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>, threads: Option<&Threads>) -> Result<()> {
+        self.layers[layer].append(k, v, threads)
     }
 
     fn materialize(&self, layer: usize) -> Result<(Tensor, Tensor)> {

@@ -7,6 +7,7 @@ use super::kv_cache_trait::{KvCache, KvShape};
 use crate::backend::{Op, Profiler};
 use crate::error::{Error, Result};
 use crate::tensor::{KvDtype, Rows, Tensor, TensorData};
+use crate::threads::Threads;
 use std::sync::Arc;
 
 pub struct ConcatKvCache {
@@ -38,7 +39,13 @@ impl KvCache for ConcatKvCache {
         Ok(()) // it grows by copying, whatever is coming
     }
 
-    fn set_prefill(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
+    fn set_prefill(
+        &mut self,
+        layer: usize,
+        k: Rows<'_>,
+        v: Rows<'_>,
+        _threads: Option<&Threads>,
+    ) -> Result<()> {
         if self.layers[layer].0.shape()[0] != 0 {
             return Err(Error::cache(format!("layer {layer} has been prefilled already")));
         }
@@ -46,7 +53,13 @@ impl KvCache for ConcatKvCache {
         Ok(())
     }
 
-    fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
+    fn push_rows(
+        &mut self,
+        layer: usize,
+        k: Rows<'_>,
+        v: Rows<'_>,
+        _threads: Option<&Threads>,
+    ) -> Result<()> {
         let (k, v) = (self.tensor(k)?, self.tensor(v)?);
         let (old_k, old_v) = &self.layers[layer];
         let joined = (

@@ -5,6 +5,7 @@ use super::paged::PagedLayer;
 use crate::error::{Error, Result};
 use crate::kernels::attention::{KvRun, KvSource};
 use crate::tensor::{KvDtype, Rows, Tensor, TensorData};
+use crate::threads::Threads;
 use half::f16;
 
 /// The shape of a model's keys and values.
@@ -37,19 +38,26 @@ pub trait KvCache: Send {
     /// `Cache` if the room cannot be had; nothing has changed then.
     fn reserve(&mut self, rows: usize) -> Result<()>;
 
-    /// The first rows of a layer: the prompt's K and V, copied exactly once.
+    /// The first rows of a layer: the prompt's K and V, copied exactly once, by all `threads` if any are
+    /// lent.
     ///
     /// # Errors
     /// `Cache` if the layer has rows already or the room cannot be had.
-    fn set_prefill(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()>;
+    fn set_prefill(
+        &mut self,
+        layer: usize,
+        k: Rows<'_>,
+        v: Rows<'_>,
+        threads: Option<&Threads>,
+    ) -> Result<()>;
 
     /// Rows after those that a layer holds: a later chunk of a prompt.
-    fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()>;
+    fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>, threads: Option<&Threads>) -> Result<()>;
 
     /// One row, `[kv_width]` each.
     fn push_row(&mut self, layer: usize, k: &[f32], v: &[f32]) -> Result<()> {
         let row = |data| Rows { data, rows: 1, cols: k.len(), stride: k.len() };
-        self.push_rows(layer, row(k), row(v))
+        self.push_rows(layer, row(k), row(v), None)
     }
 
     /// Copies of a layer's K and V, `[rows, kv_width]` F32 each.

@@ -9,6 +9,7 @@ use super::kv_cache_trait::{KvCache, KvShape, KvView};
 use crate::error::{Error, Result};
 use crate::kernels::attention::KvRun;
 use crate::tensor::{Buffer, KvDtype, Rows, Tensor};
+use crate::threads::Threads;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use std::sync::{Arc, Mutex};
@@ -206,35 +207,49 @@ impl KvCache for PagedKvCache {
         Ok(())
     }
 
-    fn set_prefill(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
+    fn set_prefill(
+        &mut self,
+        layer: usize,
+        k: Rows<'_>,
+        v: Rows<'_>,
+        threads: Option<&Threads>,
+    ) -> Result<()> {
         if self.rows[layer] != 0 {
             return Err(Error::cache(format!("layer {layer} has been prefilled already")));
         }
-        self.push_rows(layer, k, v)
+        self.push_rows(layer, k, v, threads)
     }
 
-    fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>) -> Result<()> {
+    fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>, threads: Option<&Threads>) -> Result<()> {
         let (block_rows, width) = (self.pool.block_rows, self.pool.shape.head_dim);
         let start = self.rows[layer];
         let blocks = (start + k.rows).div_ceil(block_rows);
         let missing = blocks.saturating_sub(self.table.len());
         self.pool.take(missing, &mut self.table)?;
-        for index in start / block_rows..blocks {
-            self.make_own(index)?;
+        let touched = start / block_rows..blocks;
+        touched.clone().try_for_each(|index| self.make_own(index))?;
+        let pool = &self.pool;
+        let write = |i: usize, block: &mut Arc<Block>| {
+            let index = touched.start + i;
             let first = start.max(index * block_rows);
             let end = (start + k.rows).min((index + 1) * block_rows);
-            let Some(block) = Arc::get_mut(&mut self.table[index]) else {
+            let Some(block) = Arc::get_mut(block) else {
                 unreachable!("made own above");
             };
             for (side, rows) in [k, v].into_iter().enumerate() {
-                for head in 0..self.pool.shape.num_key_value_heads {
-                    let at = self.pool.offset(layer, side, head);
+                for head in 0..pool.shape.num_key_value_heads {
+                    let at = pool.offset(layer, side, head);
                     for position in first..end {
                         let row = &rows.row(position - start)[head * width..(head + 1) * width];
                         block.write(at + position % block_rows * width, row);
                     }
                 }
             }
+        };
+        let table = &mut self.table[touched.clone()];
+        match threads {
+            Some(threads) => threads.for_each_mut(table, write),
+            None => table.iter_mut().enumerate().for_each(|(i, block)| write(i, block)),
         }
         self.rows[layer] += k.rows;
         Ok(())

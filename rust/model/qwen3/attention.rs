@@ -3,10 +3,11 @@
 use super::config::Qwen3Config;
 use super::forward::{BATCH, Scratch, Sequences};
 use crate::backend::{AttentionInput, Backend, Op, Output};
-use crate::cache::KvView;
+use crate::cache::{KvCache, KvView};
 use crate::error::Result;
 use crate::loader::Weights;
 use crate::tensor::Rows;
+use crate::threads::Threads;
 use std::sync::{Mutex, PoisonError};
 
 /// Adds the attention of `scratch.operands`, `m` rows `[hidden]`, to `scratch.hidden`; each sequence's
@@ -38,23 +39,27 @@ pub fn attention(
     let rows = sequences.rows;
     let all = Rows { data: &qkv[..], rows: m, cols: width, stride: width };
     // 3. push first, so that attention sees the current rows
-    let failed = Mutex::new(None);
-    backend.profiler().time(Op::KvPush, || {
-        backend.threads().for_each_mut(sequences.caches, |i, cache| {
-            let own = all.slice(i * rows, rows);
-            let (k, v) = (own.columns(q_width, kv_width), own.columns(q_width + kv_width, kv_width));
-            let pushed = match sequences.past[i] {
-                0 => cache.set_prefill(index, k, v),
-                _ => cache.push_rows(index, k, v),
-            };
-            if let Err(error) = pushed {
-                *failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-            }
-        });
-    });
-    if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        return Err(error);
-    }
+    let threads = backend.threads();
+    let push = |i: usize, cache: &mut dyn KvCache, threads: Option<&Threads>| {
+        let own = all.slice(i * rows, rows);
+        let (k, v) = (own.columns(q_width, kv_width), own.columns(q_width + kv_width, kv_width));
+        match sequences.past[i] {
+            0 => cache.set_prefill(index, k, v, threads),
+            _ => cache.push_rows(index, k, v, threads),
+        }
+    };
+    backend.profiler().time(Op::KvPush, || match &mut *sequences.caches {
+        [cache] => push(0, &mut **cache, (rows > 1).then_some(threads)),
+        caches => {
+            let failed = Mutex::new(Ok(()));
+            threads.for_each_mut(caches, |i, cache| {
+                if let Err(error) = push(i, &mut **cache, None) {
+                    *failed.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
+                }
+            });
+            failed.into_inner().unwrap_or_else(PoisonError::into_inner)
+        }
+    })?;
     // 4. then borrow what each cache lends, or take a copy: [rows, q] over [past + rows] positions
     let mut copies = Vec::new(); // of caches that cannot lend
     for cache in sequences.caches.iter().filter(|cache| cache.kv_view(index).is_none()) {

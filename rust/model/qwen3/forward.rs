@@ -347,7 +347,7 @@ impl Qwen3 {
             for (layer, (k, v)) in snapshot.iter().enumerate() {
                 let (k, v) = (k.to_f32()?, v.to_f32()?);
                 let view = |data| Rows { data, rows, cols: width, stride: width };
-                cache.set_prefill(layer, view(&k), view(&v))?;
+                cache.set_prefill(layer, view(&k), view(&v), Some(self.backend.threads()))?;
             }
             Ok(())
         };
