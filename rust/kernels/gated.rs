@@ -14,8 +14,9 @@ use super::tiles::{OutputTiles, Split, Tile};
 use crate::threads::Threads;
 use half::f16;
 
-/// Rows of a strip: a multiple of all tile heights.
-const STRIP: usize = 24;
+/// Rows of a strip: a multiple of all tile heights, and so few that what they hold of the first-level cache
+/// lasts from one weight to the other.
+const STRIP: usize = 12;
 /// The most groups of 16 output rows of a weight that a task takes.
 const GROUPS: usize = 32;
 

@@ -51,6 +51,10 @@ pub fn matmul_q8_0(
     });
 }
 
+/// How far ahead of many rows' products weights are asked for, in values of `k`: from the second-level
+/// cache, whose latency the tile's own loads do not hide.
+const PREFETCH: usize = 16;
+
 /// `y[n]` = a chain of fused multiply-adds over `k`, ascending, from 0.0.
 pub(super) struct MatmulFloat<'a, T> {
     pub x: &'a [f32], // row r at r * stride: [k]
@@ -80,7 +84,11 @@ impl<T: Element> MatmulFloat<'_, T> {
             for i in 0..k {
                 let mut wide = [l.splat(0.0); NR];
                 for (g, wide) in wide.iter_mut().enumerate() {
-                    *wide = T::load(l, w.add((g * k + i) * LANES));
+                    let w = w.add((g * k + i) * LANES);
+                    if MR >= 6 {
+                        l.prefetch(w.wrapping_add(PREFETCH * LANES).cast());
+                    }
+                    *wide = T::load(l, w);
                 }
                 for (m, acc) in acc.iter_mut().enumerate() {
                     let x = l.splat(*x.add(m * self.stride + i));

@@ -1,7 +1,7 @@
 //! What the machine can do at most: the ceilings that the benchmark holds its figures against.
 
 use super::Isa;
-use super::lanes::{Kernel, LANES, Lanes};
+use super::lanes::{Kernel, LANES, Lanes, Registers};
 use crate::threads::Threads;
 use std::time::Instant;
 
@@ -25,47 +25,63 @@ impl Kernel for ReadAll<'_> {
     }
 }
 
-const CHAINS: usize = 12;
-const ROUNDS: usize = 200_000;
+/// Operations of one task: a multiple of both numbers of chains.
+const OPERATIONS: usize = 2_400_000;
 
-/// `CHAINS x ROUNDS` int8 dot products in registers, as many as hide the latency.
+/// [`OPERATIONS`] int8 dot products in registers, in as many chains as hide the latency and fit there.
 struct PeakInt8;
 
 impl Kernel for PeakInt8 {
     type Output = f32;
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) -> f32 {
-        let (weights, activations) = ([129u8; 64], [3i8; 4]);
-        // SAFETY: 64 bytes and 4 values are there.
-        let w = unsafe { l.load_q8_0(std::hint::black_box(&weights).as_ptr()) };
-        let mut acc = [l.dot_start(0); CHAINS];
-        for _ in 0..ROUNDS {
-            for acc in &mut acc {
-                // SAFETY: as above.
-                *acc = unsafe { l.dot_q8_0(*acc, w, activations.as_ptr()) };
-            }
+        match L::REGISTERS {
+            Registers::ThirtyTwo512 => int8_chains::<L, 12>(l),
+            Registers::Sixteen256 => int8_chains::<L, 5>(l),
         }
-        acc.iter().map(|&v| l.sum(l.to_f32(v))).sum()
     }
 }
 
-/// `CHAINS x ROUNDS` fused multiply-adds in registers.
+#[inline(always)]
+fn int8_chains<L: Lanes, const CHAINS: usize>(l: L) -> f32 {
+    let (weights, activations) = ([129u8; 64], [3i8; 4]);
+    // SAFETY: 64 bytes and 4 values are there.
+    let w = unsafe { l.load_q8_0(std::hint::black_box(&weights).as_ptr()) };
+    let mut acc = [l.dot_start(0); CHAINS];
+    for _ in 0..OPERATIONS / CHAINS {
+        for acc in &mut acc {
+            // SAFETY: as above.
+            *acc = unsafe { l.dot_q8_0(*acc, w, activations.as_ptr()) };
+        }
+    }
+    acc.iter().map(|&v| l.sum(l.to_f32(v))).sum()
+}
+
+/// [`OPERATIONS`] fused multiply-adds in registers.
 struct PeakF32;
 
 impl Kernel for PeakF32 {
     type Output = f32;
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) -> f32 {
-        let x = l.splat(std::hint::black_box(0.999_999_9));
-        let y = l.splat(std::hint::black_box(1e-9));
-        let mut acc = [l.splat(0.0); CHAINS];
-        for _ in 0..ROUNDS {
-            for acc in &mut acc {
-                *acc = l.mul_add(*acc, x, y);
-            }
+        match L::REGISTERS {
+            Registers::ThirtyTwo512 => f32_chains::<L, 12>(l),
+            Registers::Sixteen256 => f32_chains::<L, 5>(l),
         }
-        acc.iter().map(|&v| l.sum(v)).sum()
     }
+}
+
+#[inline(always)]
+fn f32_chains<L: Lanes, const CHAINS: usize>(l: L) -> f32 {
+    let x = l.splat(std::hint::black_box(0.999_999_9));
+    let y = l.splat(std::hint::black_box(1e-9));
+    let mut acc = [l.splat(0.0); CHAINS];
+    for _ in 0..OPERATIONS / CHAINS {
+        for acc in &mut acc {
+            *acc = l.mul_add(*acc, x, y);
+        }
+    }
+    acc.iter().map(|&v| l.sum(v)).sum()
 }
 
 /// Bytes a second of reading `memory` once, on all workers, in parts that they claim as a matmul's
@@ -98,5 +114,5 @@ fn rate(threads: &Threads, per_operation: usize, work: &(dyn Fn() -> f32 + Sync)
     threads.run(tasks, &|_| {
         std::hint::black_box(work());
     });
-    (tasks * CHAINS * ROUNDS * per_operation) as f64 / started.elapsed().as_secs_f64()
+    (tasks * OPERATIONS * per_operation) as f64 / started.elapsed().as_secs_f64()
 }

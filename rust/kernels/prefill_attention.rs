@@ -176,7 +176,10 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
             let end = context.min(start + CHUNK);
             transpose_keys::<L, T, S>(l, self.source, start..end, width, b.keys);
             copy_values::<L, T, S, N>(l, self.source, start..end, width, b.values);
-            let visible = |i: usize| sees(i).min(end).saturating_sub(start);
+            let mut visible = [0; BLOCK_QUERIES]; // positions of the chunk that query vector i sees
+            for (i, visible) in visible.iter_mut().enumerate().take(count) {
+                *visible = sees(i).min(end).saturating_sub(start);
+            }
             for first in (0..end - start).step_by(N * LANES) {
                 // At the end of the chunk there are fewer vectors: one at a time then.
                 let vectors = (end - start - first).div_ceil(LANES).min(N);
@@ -184,7 +187,7 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
                 let mut i = 0;
                 while i < count {
                     let m = if i + M <= count { M } else { 1 };
-                    if visible(i + m - 1) > first {
+                    if visible[i + m - 1] > first {
                         let q = &b.q[i * width..(i + m) * width];
                         let out = &mut b.scores[i * CHUNK + first..];
                         match (m == M, vectors == N) {
@@ -197,7 +200,7 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
                 }
             }
             for i in 0..count {
-                let len = visible(i);
+                let len = visible[i];
                 if len > 0 {
                     let scores = &mut b.scores[i * CHUNK..][..CHUNK];
                     scores[len..len.next_multiple_of(LANES)].fill(f32::NEG_INFINITY);
@@ -210,22 +213,22 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
             let mut i = 0;
             while i < count {
                 let m = if i + M <= count { M } else { 1 };
-                if visible(i + m - 1) > 0 {
+                if visible[i + m - 1] > 0 {
                     let weights = &b.scores[i * CHUNK..(i + m) * CHUNK];
                     for (part, v) in b.values.chunks_exact(CHUNK * N * LANES).enumerate() {
                         let out = &mut b.partials[i * partial_len(width) + part * N * LANES..];
                         if m == M {
-                            let seen = std::array::from_fn(|m| visible(i + m));
+                            let seen = std::array::from_fn(|m| visible[i + m]);
                             values::<L, M, N>(l, v, weights, seen, partial_len(width), out);
                         } else {
-                            values::<L, 1, N>(l, v, weights, [visible(i)], partial_len(width), out);
+                            values::<L, 1, N>(l, v, weights, [visible[i]], partial_len(width), out);
                         }
                     }
                 }
                 i += m;
             }
             for i in 0..count {
-                if visible(i) > 0 {
+                if visible[i] > 0 {
                     let partial = &b.partials[i * partial_len(width)..][..partial_len(width)];
                     states[i].merge(l, partial, &mut b.sums[i * width..(i + 1) * width]);
                 }
