@@ -154,14 +154,6 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     }
 
     #[inline(always)]
-    fn prefetch(self, p: *const u8) {
-        lane!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
-    }
-    #[inline(always)]
-    fn prefetch_l2(self, p: *const u8) {
-        lane!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
-    }
-    #[inline(always)]
     fn add(self, a: Floats, b: Floats) -> Floats {
         lane!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
     }

@@ -119,14 +119,6 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    fn prefetch(self, p: *const u8) {
-        lane!(_mm_prefetch::<_MM_HINT_T0>(p.cast()))
-    }
-    #[inline(always)]
-    fn prefetch_l2(self, p: *const u8) {
-        lane!(_mm_prefetch::<_MM_HINT_T1>(p.cast()))
-    }
-    #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
         lane!(_mm512_add_ps(a, b))
     }
