@@ -21,12 +21,12 @@ from ._core import (
     default_threads,
     quantize_q8_0,
 )
-from .chat import ChatTemplate, Message
-from .llm import LLM, ChatOutput, Output, Piece
-from .metrics import Metrics
-from .sampling_params import SamplingParams
-from .snapshot import load_snapshot, save_snapshot
-from .tokenizer import Tokenizer
+from .checkpoint.chat_template import ChatTemplate, Message
+from .checkpoint.tokenizer import Tokenizer
+from .engine.llm import LLM, ChatOutput, Output, Piece
+from .engine.metrics import Metrics
+from .engine.sampling_params import SamplingParams
+from .engine.snapshot import load_snapshot, save_snapshot
 
 __all__ = [
     "LLM",

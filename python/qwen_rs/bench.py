@@ -20,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ._core import Cache, Model, default_threads
-from .checkpoint import DEMO, resolve
+from .checkpoint.source import DEMO, resolve
 
 DECODE_STEPS = 16
 """Decode steps of one repetition."""

@@ -12,10 +12,10 @@ from tqdm import tqdm
 
 from . import __version__, bench
 from ._core import CacheError, ModelError, default_threads
-from .checkpoint import DEMO
-from .llm import LLM
-from .metrics import trace_table
-from .sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
+from .checkpoint.source import DEMO
+from .engine.llm import LLM
+from .engine.metrics import trace_table
+from .engine.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 DEMO_PROMPT = "It is a truth universally acknowledged, that"
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it

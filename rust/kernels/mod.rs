@@ -1,27 +1,21 @@
 //! The kernels: safe to call, chosen at run time.
 //!
 //! [`Isa`] holds the instruction set that was found (or forced) and runs any [`Kernel`] on it. The
-//! kernels themselves are in `float`, `q8_0`, `matmul` and `attention`, written once over the 16 lanes of
-//! `lanes`; `portable`, `avx2` and `avx512` are those lanes.
+//! kernels themselves are in `ops`, written once over 16 lanes; the instruction sets in `isa` are those
+//! lanes; `tiles` splits work over threads.
 #![allow(unsafe_code)] // intrinsics and unchecked rows: each block says why it is sound
 #![allow(clippy::needless_range_loop)] // one index runs over registers and memory together
 
-pub mod attention;
-#[cfg(target_arch = "x86_64")]
-mod avx2;
-#[cfg(target_arch = "x86_64")]
-mod avx512;
-pub mod float;
-pub mod gated;
-mod lanes;
-pub mod matmul;
-pub mod peak;
-mod portable;
-pub mod prefill_attention;
-pub mod q8_0;
+mod isa;
+mod ops;
 mod tiles;
 
-pub use lanes::{Element, Kernel, LANES};
+pub use isa::lanes::{Element, Kernel, LANES};
+pub use ops::{attention, float, gated, matmul, peak, prefill_attention, q8_0};
+
+use isa::portable;
+#[cfg(target_arch = "x86_64")]
+use isa::{avx2, avx512};
 
 use crate::error::{Error, Result};
 

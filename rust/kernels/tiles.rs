@@ -1,8 +1,8 @@
 //! How a matmul is split over threads: every task has a tile of the output, some rows of activations by
 //! some groups of 16 output rows of the weights.
 
-use super::float::{load_piece, store_piece};
-use super::lanes::{LANES, Lanes};
+use super::isa::lanes::{LANES, Lanes};
+use super::ops::float::{load_piece, store_piece};
 use crate::threads::Threads;
 use std::ops::Range;
 
@@ -14,7 +14,7 @@ const ROW_BLOCK: usize = 256;
 
 /// The rows of activations and the groups of 16 output rows of one task.
 #[derive(Clone)]
-pub(super) struct Tile {
+pub(in crate::kernels) struct Tile {
     pub rows: Range<usize>,
     pub groups: Range<usize>,
 }
@@ -29,7 +29,7 @@ pub enum Output<'a> {
 
 /// An output of rows `stride` apart, of which tasks write disjoint tiles.
 #[derive(Clone, Copy)]
-pub(super) struct OutputTiles {
+pub(in crate::kernels) struct OutputTiles {
     start: *mut f32, // of row `first_row` and group `first_group`
     stride: usize,
     columns: usize, // from `start` on
@@ -45,7 +45,7 @@ unsafe impl Send for OutputTiles {}
 
 impl OutputTiles {
     /// One tile, `[rows, stride]`.
-    pub(super) fn tile(out: &mut [f32], stride: usize, tile: &Tile) -> Self {
+    pub(in crate::kernels) fn tile(out: &mut [f32], stride: usize, tile: &Tile) -> Self {
         assert!(out.len() >= tile.rows.len() * stride && stride >= tile.groups.len() * LANES);
         let (start, first_row, first_group) = (out.as_mut_ptr(), tile.rows.start, tile.groups.start);
         Self { start, stride, columns: stride, first_row, first_group, add: false }
@@ -60,14 +60,14 @@ impl OutputTiles {
 
     /// Asks for what [`OutputTiles::store`] will write or add to.
     #[inline(always)]
-    pub(super) fn prefetch<L: Lanes>(self, l: L, row: usize, group: usize) {
+    pub(in crate::kernels) fn prefetch<L: Lanes>(self, l: L, row: usize, group: usize) {
         l.prefetch(self.at(row, group).0.cast());
     }
 
     /// # Safety
     /// `row` and `group` are of the output, and no other task uses them.
     #[inline(always)]
-    pub(super) unsafe fn store<L: Lanes>(self, l: L, row: usize, group: usize, v: L::F) {
+    pub(in crate::kernels) unsafe fn store<L: Lanes>(self, l: L, row: usize, group: usize, v: L::F) {
         let (p, n) = self.at(row, group);
         // SAFETY: the row holds `columns` values, of which at most 16 from the group's on are used.
         unsafe {
@@ -79,7 +79,7 @@ impl OutputTiles {
 
 /// How `m` rows and `groups` of 16 output rows are split into tasks.
 #[derive(Clone, Copy)]
-pub(super) struct Split {
+pub(in crate::kernels) struct Split {
     m: usize,
     groups: usize,
     groups_per_task: usize,
@@ -88,18 +88,24 @@ pub(super) struct Split {
 impl Split {
     /// `group_bytes` is the size of 16 output rows of weights. A task takes at most `most` groups of each of
     /// `weights` matrices, and a multiple of as many.
-    pub(super) fn new(m: usize, groups: usize, group_bytes: usize, weights: usize, most: usize) -> Self {
+    pub(in crate::kernels) fn new(
+        m: usize,
+        groups: usize,
+        group_bytes: usize,
+        weights: usize,
+        most: usize,
+    ) -> Self {
         // Many rows take pairs of groups together, and want a few of them.
         let (least, most) = if m > 16 { (4, 8) } else { (1, most.min(groups) * weights) };
         let all = (TASK_BYTES / group_bytes).clamp(least, most);
         Self { m, groups, groups_per_task: all.div_ceil(weights).next_multiple_of(weights) }
     }
 
-    pub(super) fn tasks(self) -> usize {
+    pub(in crate::kernels) fn tasks(self) -> usize {
         self.groups.div_ceil(self.groups_per_task) * self.m.div_ceil(ROW_BLOCK)
     }
 
-    pub(super) fn tile(self, task: usize) -> Tile {
+    pub(in crate::kernels) fn tile(self, task: usize) -> Tile {
         let tasks_across = self.groups.div_ceil(self.groups_per_task);
         let row = task / tasks_across * ROW_BLOCK;
         let group = task % tasks_across * self.groups_per_task;
@@ -111,7 +117,7 @@ impl Split {
 }
 
 /// Calls `run` with every tile of an `[m, n]` output.
-pub(super) fn for_each_tile(
+pub(in crate::kernels) fn for_each_tile(
     threads: &Threads,
     (m, n): (usize, usize),
     group_bytes: usize,

@@ -3,7 +3,7 @@
 
 use super::TensorSource;
 use crate::error::{Error, Result};
-use crate::model::qwen3::Qwen3Config;
+use crate::model::Config;
 use crate::tensor::RowSource;
 use memmap2::{Mmap, UncheckedAdvice};
 use safetensors::SafeTensors;
@@ -19,7 +19,7 @@ const LARGEST_JSON: u64 = 64 << 20;
 
 /// A checkpoint directory as `save_pretrained` writes it.
 pub struct Checkpoint {
-    config: Qwen3Config,
+    config: Config,
     files: Vec<WeightFile>,
     /// Which file holds a tensor.
     names: HashMap<String, usize>,
@@ -41,8 +41,7 @@ impl Checkpoint {
     /// `File` for what cannot be read, `Model` for what is wrong; both name the file.
     pub fn open(directory: &Path) -> Result<Self> {
         let config_path = directory.join("config.json");
-        let config =
-            Qwen3Config::from_json(&read_json(&config_path)?).map_err(|e| in_directory(directory, e))?;
+        let config = Config::from_json(&read_json(&config_path)?).map_err(|e| in_directory(directory, e))?;
         let index_path = directory.join(INDEX);
         let shards =
             if index_path.exists() { read_index(&index_path)? } else { BTreeSet::from([SINGLE.to_owned()]) };
@@ -55,7 +54,7 @@ impl Checkpoint {
         Ok(Self { config, files, names })
     }
 
-    pub fn config(&self) -> &Qwen3Config {
+    pub fn config(&self) -> &Config {
         &self.config
     }
 }

@@ -9,7 +9,7 @@ pub use random::RandomWeights;
 
 use crate::error::{Error, Result};
 use crate::kernels::Isa;
-use crate::model::qwen3::Qwen3Config;
+use crate::model::Config;
 use crate::tensor::{Arena, PackedWeight, RowSource, WeightDtype};
 use crate::threads::Threads;
 
@@ -60,7 +60,7 @@ pub trait TensorSource {
 /// `Model` for a tensor that is missing, has another shape or dtype or holds NaN or infinity, named;
 /// `Interrupted` if `progress` says so.
 pub fn load_weights(
-    config: &Qwen3Config,
+    config: &Config,
     source: &(dyn TensorSource + Sync),
     dtype: WeightDtype,
     isa: Isa,

@@ -2,7 +2,7 @@
 
 use super::TensorSource;
 use crate::error::{Error, Result};
-use crate::model::qwen3::Qwen3Config;
+use crate::model::Config;
 use crate::tensor::RowSource;
 use half::bf16;
 use rand_chacha::ChaCha8Rng;
@@ -20,7 +20,7 @@ pub struct RandomWeights {
 impl RandomWeights {
     /// # Errors
     /// `Memory` if it cannot be had.
-    pub fn new(config: &Qwen3Config, seed: u64) -> Result<Self> {
+    pub fn new(config: &Config, seed: u64) -> Result<Self> {
         let widest = config.vocab_size.max(config.intermediate_size).max(config.q_width());
         let longest = config.hidden_size.max(config.head_dim);
         let mut rng = ChaCha8Rng::seed_from_u64(seed);

@@ -1,3 +1,11 @@
-//! Model families. There is one: Qwen3.
+//! The forward pass: a checkpoint's config, its weights, and one loop over the layers.
 
-pub mod qwen3;
+mod attention;
+mod config;
+mod mlp;
+mod pass;
+mod rope;
+
+pub use config::Config;
+pub use pass::{Logits, Model, zeros};
+pub use rope::Rope;

@@ -239,7 +239,8 @@ def test_the_typed_program_uses_every_public_name_and_runs() -> None:
 
 
 def test_the_examples_in_docstrings_are_true() -> None:
-    modules = [importlib.import_module(f"qwen_rs.{m.name}") for m in pkgutil.iter_modules(qwen_rs.__path__)]
+    names = [m.name for m in pkgutil.walk_packages(qwen_rs.__path__, "qwen_rs.")]
+    modules = [importlib.import_module(name) for name in names]
     results = [doctest.testmod(module) for module in [qwen_rs, *modules]]
     assert sum(r.failed for r in results) == 0 and sum(r.attempted for r in results) >= 20
 

@@ -35,8 +35,8 @@ from qwen_rs import (
     load_snapshot,
     save_snapshot,
 )
-from qwen_rs.chat import split_reasoning
-from qwen_rs.tokenizer import StreamDecoder
+from qwen_rs.checkpoint.chat_template import split_reasoning
+from qwen_rs.checkpoint.tokenizer import StreamDecoder
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 CHAT = (GOLDEN / "chat" / "chat_template.jinja").read_text(encoding="utf-8")
@@ -228,7 +228,7 @@ def test_08_loading_peaks_at_the_final_weights_and_a_layer(tmp_path: Path) -> No
     write(tmp_path, shape, dtype="BF16")
     program = f"""
 from qwen_rs import Model
-from qwen_rs.metrics import peak_rss_bytes
+from qwen_rs.engine.metrics import peak_rss_bytes
 before = peak_rss_bytes()
 model = Model.load({str(tmp_path)!r})
 print(peak_rss_bytes() - before, model.weight_bytes)

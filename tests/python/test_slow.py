@@ -56,7 +56,7 @@ def test_loading_takes_little_more_memory_than_the_packed_weights(checkpoint: Pa
     program = f"""
 import json
 from qwen_rs import Model
-from qwen_rs.metrics import peak_rss_bytes
+from qwen_rs.engine.metrics import peak_rss_bytes
 before = peak_rss_bytes()
 model = Model.load({str(checkpoint)!r})
 print(json.dumps([before, peak_rss_bytes(), model.weight_bytes]))

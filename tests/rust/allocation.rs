@@ -6,7 +6,7 @@ mod common;
 use common::*;
 use qwen_rs::cache::{BlockPool, KV_HEADROOM_ROWS, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
-use qwen_rs::model::qwen3::Qwen3;
+use qwen_rs::model::Model;
 use qwen_rs::tensor::{KvDtype, WeightDtype};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -38,7 +38,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-fn model(dtype: WeightDtype) -> Qwen3 {
+fn model(dtype: WeightDtype) -> Model {
     simd("head_dim_128_old_spelling", dtype, Isa::available()[0], 2)
 }
 

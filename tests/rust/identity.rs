@@ -7,7 +7,7 @@ mod common;
 use common::*;
 use qwen_rs::cache::KvCache;
 use qwen_rs::kernels::Isa;
-use qwen_rs::model::qwen3::Qwen3;
+use qwen_rs::model::Model;
 use qwen_rs::tensor::{KvDtype, WeightDtype};
 use std::sync::LazyLock;
 
@@ -45,7 +45,7 @@ fn for_each_oracle(check: impl Fn(&str, WeightDtype, KvDtype, &[u32], &[f32])) {
     }
 }
 
-fn row(logits: &[f32], model: &Qwen3, position: usize) -> Vec<u32> {
+fn row(logits: &[f32], model: &Model, position: usize) -> Vec<u32> {
     let vocab = model.config().vocab_size;
     bits(&logits[position * vocab..(position + 1) * vocab])
 }
@@ -128,7 +128,7 @@ fn a_large_batch() {
     batch_equals_alone(&model, 70, KvDtype::F32);
 }
 
-fn batch_equals_alone(model: &Qwen3, size: usize, kv: KvDtype) {
+fn batch_equals_alone(model: &Model, size: usize, kv: KvDtype) {
     const STEPS: usize = 3;
     let vocab = model.config().vocab_size;
     // One prompt is longer than an attention chunk.

@@ -18,23 +18,23 @@ use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
 use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
 use qwen_rs::kernels::q8_0::{GROUP_BLOCK, QuantizeActivations, quantized_words};
 use qwen_rs::loader::{RandomWeights, load_weights};
-use qwen_rs::model::qwen3::{Qwen3, Qwen3Config};
+use qwen_rs::model::{Config, Model};
 use qwen_rs::tensor::{Buffer, KvDtype, Tensor, WeightDtype};
 use qwen_rs::threads::Threads;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-fn model(head_dim: usize, dtype: WeightDtype, threads: usize) -> Qwen3 {
+fn model(head_dim: usize, dtype: WeightDtype, threads: usize) -> Model {
     let config = format!(
         r#"{{"architectures": ["Qwen3ForCausalLM"], "vocab_size": 21, "hidden_size": 20,
             "intermediate_size": 18, "num_hidden_layers": 1, "num_attention_heads": 2,
             "num_key_value_heads": 1, "head_dim": {head_dim}, "max_position_embeddings": 64,
             "tie_word_embeddings": false}}"#
     );
-    let config = Qwen3Config::from_json(&config).unwrap();
+    let config = Config::from_json(&config).unwrap();
     let source = RandomWeights::new(&config, 3).unwrap();
     let (isa, workers) = (Isa::PORTABLE, Threads::new(threads).unwrap());
     let weights = load_weights(&config, &source, dtype, isa, &workers, &|_| true).unwrap();
-    Qwen3::new(config, weights, Box::new(SimdBackend::new(isa, threads).unwrap()))
+    Model::new(config, weights, Box::new(SimdBackend::new(isa, threads).unwrap()))
 }
 
 #[test]

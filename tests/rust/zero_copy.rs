@@ -6,11 +6,11 @@ use common::*;
 use qwen_rs::backend::{Phase, Profiler};
 use qwen_rs::cache::{BlockPool, KV_HEADROOM_ROWS, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
-use qwen_rs::model::qwen3::Qwen3;
+use qwen_rs::model::Model;
 use qwen_rs::tensor::{KvDtype, Tensor, WeightDtype};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-fn model(dtype: WeightDtype) -> Qwen3 {
+fn model(dtype: WeightDtype) -> Model {
     simd("head_dim_128_old_spelling", dtype, Isa::available()[0], 2)
 }
 
@@ -120,9 +120,8 @@ fn an_exhausted_pool_is_an_error_that_names_the_sizes_and_changes_nothing() {
     let last = prefill(&model, &mut cache, &prompt);
     assert_eq!(pool.free_blocks(), 0);
     let mut logits = last.clone();
-    let error = model
-        .prefill(&mut cache, &prompt, qwen_rs::model::qwen3::Logits::Last, &|| false, &mut logits)
-        .unwrap_err();
+    let error =
+        model.prefill(&mut cache, &prompt, qwen_rs::model::Logits::Last, &|| false, &mut logits).unwrap_err();
     let text = error.to_string();
     assert!(text.contains("2 more blocks of 16 rows") && text.contains("0 of 3"), "{text}");
     assert_eq!(cache.seq_len(), 40);
@@ -149,7 +148,7 @@ fn an_interrupted_pass_leaves_the_caches_as_they_were() {
             let result = model.prefill(
                 &mut *cache,
                 &prompt[50..],
-                qwen_rs::model::qwen3::Logits::Last,
+                qwen_rs::model::Logits::Last,
                 &interrupt,
                 &mut logits,
             );

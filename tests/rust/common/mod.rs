@@ -5,7 +5,7 @@ use qwen_rs::backend::{Backend, ScalarBackend, SimdBackend};
 use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
 use qwen_rs::loader::{Checkpoint, load_weights};
-use qwen_rs::model::qwen3::{Logits, Qwen3};
+use qwen_rs::model::{Logits, Model};
 use qwen_rs::tensor::{KvDtype, WeightDtype};
 use std::path::PathBuf;
 
@@ -19,24 +19,24 @@ pub fn golden(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-pub fn load(name: &str, dtype: WeightDtype, backend: Box<dyn Backend>) -> Qwen3 {
+pub fn load(name: &str, dtype: WeightDtype, backend: Box<dyn Backend>) -> Model {
     let checkpoint = Checkpoint::open(&golden(name)).unwrap();
     let config = checkpoint.config().clone();
     let (isa, threads) = (backend.isa(), backend.threads());
     let weights = load_weights(&config, &checkpoint, dtype, isa, threads, &|_| true).unwrap();
-    Qwen3::new(config, weights, backend)
+    Model::new(config, weights, backend)
 }
 
-pub fn scalar(name: &str, dtype: WeightDtype) -> Qwen3 {
+pub fn scalar(name: &str, dtype: WeightDtype) -> Model {
     load(name, dtype, Box::new(ScalarBackend::new().unwrap()))
 }
 
-pub fn simd(name: &str, dtype: WeightDtype, isa: Isa, threads: usize) -> Qwen3 {
+pub fn simd(name: &str, dtype: WeightDtype, isa: Isa, threads: usize) -> Model {
     load(name, dtype, Box::new(SimdBackend::new(isa, threads).unwrap()))
 }
 
 /// Tokens that look random and are the same everywhere.
-pub fn tokens(model: &Qwen3, count: usize, seed: u64) -> Vec<u32> {
+pub fn tokens(model: &Model, count: usize, seed: u64) -> Vec<u32> {
     let vocab = model.config().vocab_size as u64;
     let mut state = seed.wrapping_mul(2) + 1;
     (0..count)
@@ -51,26 +51,26 @@ pub fn bits(logits: &[f32]) -> Vec<u32> {
     logits.iter().map(|x| x.to_bits()).collect()
 }
 
-pub fn prefill(model: &Qwen3, cache: &mut dyn KvCache, tokens: &[u32]) -> Vec<f32> {
+pub fn prefill(model: &Model, cache: &mut dyn KvCache, tokens: &[u32]) -> Vec<f32> {
     let mut logits = vec![0.0; model.config().vocab_size];
     model.prefill(cache, tokens, Logits::Last, &|| false, &mut logits).unwrap();
     logits
 }
 
-pub fn prefill_all(model: &Qwen3, cache: &mut dyn KvCache, tokens: &[u32]) -> Vec<f32> {
+pub fn prefill_all(model: &Model, cache: &mut dyn KvCache, tokens: &[u32]) -> Vec<f32> {
     let mut logits = vec![0.0; tokens.len() * model.config().vocab_size];
     model.prefill(cache, tokens, Logits::All, &|| false, &mut logits).unwrap();
     logits
 }
 
-pub fn decode(model: &Qwen3, cache: &mut dyn KvCache, token: u32) -> Vec<f32> {
+pub fn decode(model: &Model, cache: &mut dyn KvCache, token: u32) -> Vec<f32> {
     let mut logits = vec![0.0; model.config().vocab_size];
     model.decode(cache, token, &|| false, &mut logits).unwrap();
     logits
 }
 
 /// Every kind of cache, the paged one with several block sizes.
-pub fn caches(model: &Qwen3, dtype: KvDtype) -> Vec<(String, Box<dyn KvCache>)> {
+pub fn caches(model: &Model, dtype: KvDtype) -> Vec<(String, Box<dyn KvCache>)> {
     let mut all: Vec<(String, Box<dyn KvCache>)> = vec![
         ("basic".into(), Box::new(model.basic_cache(dtype))),
         ("concat".into(), Box::new(model.concat_cache(dtype))),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ._core import ModelError
+from .._core import ModelError
 from .arguments import checked_keywords
 
 DEFAULT_MAX_TOKENS = 256

@@ -4,18 +4,18 @@
 //! element `i` into lane `i mod 16` and fold the lanes by halves; what does not fill 16 lanes is
 //! padded with zeros, which a sum does not feel.
 
-use super::lanes::{Element, Kernel, LANES, Lanes};
+use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes};
 
 /// `(offset, lanes)` of each 16-lane piece of a row of `len` values.
 #[inline(always)]
-pub(super) fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
+pub(in crate::kernels) fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..len).step_by(LANES).map(move |i| (i, LANES.min(len - i)))
 }
 
 /// # Safety
 /// `p` is valid for reading `n` values, `n <= 16`.
 #[inline(always)]
-pub(super) unsafe fn load_piece<L: Lanes, T: Element>(l: L, p: *const T, n: usize) -> L::F {
+pub(in crate::kernels) unsafe fn load_piece<L: Lanes, T: Element>(l: L, p: *const T, n: usize) -> L::F {
     // SAFETY: the caller's duty is the same.
     unsafe { if n == LANES { T::load(l, p) } else { l.load_first(p, n) } }
 }
@@ -23,14 +23,14 @@ pub(super) unsafe fn load_piece<L: Lanes, T: Element>(l: L, p: *const T, n: usiz
 /// # Safety
 /// `p` is valid for writing `n` values, `n <= 16`.
 #[inline(always)]
-pub(super) unsafe fn store_piece<L: Lanes>(l: L, p: *mut f32, v: L::F, n: usize) {
+pub(in crate::kernels) unsafe fn store_piece<L: Lanes>(l: L, p: *mut f32, v: L::F, n: usize) {
     // SAFETY: the caller's duty is the same.
     unsafe { if n == LANES { l.store(p, v) } else { l.store_first(p, v, n) } }
 }
 
 /// 1 / sqrt(mean(x^2) + eps).
 #[inline(always)]
-pub(super) fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
+pub(in crate::kernels) fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
     let mut squares = l.splat(0.0);
     for (i, n) in pieces(x.len()) {
         // SAFETY: i + n <= x.len().
@@ -45,7 +45,7 @@ pub(super) fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
 /// # Safety
 /// `x` and `weight` are valid for reading `n` values, `n <= 16`.
 #[inline(always)]
-pub(super) unsafe fn normed_piece<L: Lanes>(
+pub(in crate::kernels) unsafe fn normed_piece<L: Lanes>(
     l: L,
     x: *const f32,
     weight: *const f32,

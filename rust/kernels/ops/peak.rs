@@ -1,7 +1,7 @@
 //! What the machine can do at most: the ceilings that the benchmark holds its figures against.
 
-use super::Isa;
-use super::lanes::{Kernel, LANES, Lanes, Registers};
+use crate::kernels::Isa;
+use crate::kernels::isa::lanes::{Kernel, LANES, Lanes, Registers};
 use crate::threads::Threads;
 use std::time::Instant;
 

@@ -7,7 +7,7 @@
 //! matter who computes which chunk, or in how many contiguous runs the rows are lent.
 
 use super::float::{load_piece, pieces, store_piece};
-use super::lanes::{Element, Kernel, LANES, Lanes, Registers};
+use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
 use std::ops::Range;
 
 /// Positions in a chunk.
@@ -28,7 +28,7 @@ pub struct KvRun<'a, T> {
 
 impl<T> KvRun<'_, T> {
     #[inline(always)]
-    pub(super) fn check(&self, head_dim: usize) {
+    pub(in crate::kernels) fn check(&self, head_dim: usize) {
         let needed = match self.rows {
             0 => 0,
             rows => (rows - 1) * self.stride + head_dim,
@@ -273,7 +273,7 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
 /// Scores to exponentials of their distance from the largest; returns it and their sum. Scores
 /// beyond `len` are -infinity and become 0.
 #[inline(always)]
-pub(super) fn softmax<L: Lanes>(l: L, scores: &mut [f32; CHUNK], len: usize) -> (f32, f32) {
+pub(in crate::kernels) fn softmax<L: Lanes>(l: L, scores: &mut [f32; CHUNK], len: usize) -> (f32, f32) {
     let used = len.next_multiple_of(LANES);
     let p = scores.as_mut_ptr();
     let mut largest = l.splat(f32::NEG_INFINITY);
@@ -317,20 +317,20 @@ impl Kernel for MergeChunks<'_> {
 }
 
 /// The running largest score and sum of one query head.
-pub(super) struct MergeState {
+pub(in crate::kernels) struct MergeState {
     largest: f32,
     sum: f32,
     empty: bool,
 }
 
 impl MergeState {
-    pub(super) const fn new() -> Self {
+    pub(in crate::kernels) const fn new() -> Self {
         Self { largest: f32::NEG_INFINITY, sum: 0.0, empty: true }
     }
 
     /// `out` is the running weighted sum of V.
     #[inline(always)]
-    pub(super) fn merge<L: Lanes>(&mut self, l: L, partial: &[f32], out: &mut [f32]) {
+    pub(in crate::kernels) fn merge<L: Lanes>(&mut self, l: L, partial: &[f32], out: &mut [f32]) {
         let width = out.len();
         let (largest, sum) = (partial[width], partial[width + 1]);
         if self.empty {
@@ -359,7 +359,7 @@ impl MergeState {
     }
 
     #[inline(always)]
-    pub(super) fn finish<L: Lanes>(self, l: L, out: &mut [f32]) {
+    pub(in crate::kernels) fn finish<L: Lanes>(self, l: L, out: &mut [f32]) {
         let inverse = l.splat(1.0 / self.sum);
         for (i, n) in pieces(out.len()) {
             // SAFETY: i + n <= out.len().

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ._core import ModelError
+from .._core import ModelError
 from .tokenizer import Tokenizer, read_json
 
 DEMO = "demo"
@@ -28,7 +28,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(model)
     if name == DEMO:
-        return Path(__file__).parent / "demo"
+        return Path(__file__).parents[1] / "demo"
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ._core import Cache, Sampler
+from .._core import Cache, Sampler
+from ..checkpoint.tokenizer import StopStrings, StreamDecoder, Tokenizer
 from .sampling_params import SamplingParams
-from .tokenizer import StopStrings, StreamDecoder, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

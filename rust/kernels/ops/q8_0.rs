@@ -7,8 +7,8 @@
 //! scales, blocks ascending.
 
 use super::float::{inverse_rms, load_piece, normed_piece, pieces};
-use super::lanes::{Kernel, LANES, Lanes, Registers};
-use super::tiles::{OutputTiles, Tile};
+use crate::kernels::isa::lanes::{Kernel, LANES, Lanes, Registers};
+use crate::kernels::tiles::{OutputTiles, Tile};
 use half::f16;
 
 /// Values in a block.
@@ -24,7 +24,7 @@ pub const fn quantized_words(blocks: usize) -> usize {
 
 /// A quantized row of activations that is being written.
 #[derive(Clone, Copy)]
-pub(super) struct QuantizedRow {
+pub(in crate::kernels) struct QuantizedRow {
     pub start: *mut f32, // [quantized_words(blocks)]
     pub blocks: usize,
 }
@@ -91,7 +91,7 @@ fn quantize_row<L: Lanes>(l: L, k: usize, out: &mut [f32], value: impl Fn(usize,
 /// # Safety
 /// The rows have room for these blocks, and nobody else uses them meanwhile.
 #[inline(always)]
-pub(super) unsafe fn quantize_blocks<L: Lanes>(
+pub(in crate::kernels) unsafe fn quantize_blocks<L: Lanes>(
     l: L,
     count: usize,
     values: impl Fn(usize) -> (L::F, L::F),
@@ -182,7 +182,7 @@ const PREFETCH_L2: usize = 8192;
 const PREFETCH_L1: usize = 1024;
 
 /// See the module's text for the order of operations.
-pub(super) struct MatmulQ8_0<'a> {
+pub(in crate::kernels) struct MatmulQ8_0<'a> {
     pub x: &'a [f32],      // [m, quantized_words(blocks)]
     pub quants: &'a [u8],  // [ceil(n / 16)][blocks][8][16][4], value + 128
     pub scales: &'a [f16], // [ceil(n / 16)][blocks][16]

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 /// The shape of a Qwen3 model, checked. Field names are the checkpoint's.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Qwen3Config {
+pub struct Config {
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub intermediate_size: usize,
@@ -25,7 +25,7 @@ pub struct Qwen3Config {
 /// No released model comes near it, and products of a few such sizes fit in 64 bits.
 const LARGEST_SIZE: usize = 1 << 24;
 
-impl Qwen3Config {
+impl Config {
     /// Reads the text of a `config.json`.
     ///
     /// # Errors

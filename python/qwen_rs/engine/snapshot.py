@@ -9,7 +9,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from ._core import Cache, Model, ModelError
+from .._core import Cache, Model, ModelError
 
 FORMAT = "qwen-rs snapshot 1"
 
@@ -24,7 +24,7 @@ def save_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> N
         OSError: the file cannot be written.
 
     >>> import tempfile
-    >>> model = Model.load(Path(__file__).parent / "demo")
+    >>> model = Model.load(Path(__file__).parents[1] / "demo")
     >>> cache, again = model.new_cache(), model.new_cache()
     >>> logits = model.prefill(cache, [1, 2, 3])  # [1, vocab_size]
     >>> with tempfile.TemporaryDirectory() as directory:

@@ -6,9 +6,9 @@
 //! then are 16 accumulators one after another, and folding them by halves is plain addition. V is
 //! accumulated position by position for several queries at a time.
 
-use super::Isa;
 use super::attention::{CHUNK, KvSource, MergeState, partial_len, softmax};
-use super::lanes::{Element, Kernel, LANES, Lanes, Registers};
+use crate::kernels::Isa;
+use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
 use crate::threads::Threads;
 use std::cell::RefCell;
 use std::marker::PhantomData;

@@ -13,8 +13,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 
-from ._core import ModelError
-from .template_sandbox import MAX_SOURCE, TemplateSandbox, bounded, render
+from .._core import ModelError
+from .sandbox import MAX_SOURCE, TemplateSandbox, bounded, render
 from .tokenizer import Tokenizer, read_file, read_json
 
 Message = Mapping[str, Any]

@@ -1,7 +1,7 @@
 //! The forward pass: `prefill`, `decode` and `decode_batch` are one loop over the layers.
 
 use super::attention::attention;
-use super::config::Qwen3Config;
+use super::config::Config;
 use super::mlp::mlp;
 use super::rope::Rope;
 use crate::backend::{Backend, Op, Output, Phase, partials_words};
@@ -26,8 +26,8 @@ pub enum Logits {
 }
 
 /// A loaded model. Calls from several threads take turns.
-pub struct Qwen3 {
-    config: Qwen3Config,
+pub struct Model {
+    config: Config,
     weights: Weights,
     backend: Box<dyn Backend>,
     rope: Rope,
@@ -63,7 +63,7 @@ pub struct Scratch {
 impl Scratch {
     fn grow(
         &mut self,
-        config: &Qwen3Config,
+        config: &Config,
         dtype: WeightDtype,
         gate_up: usize,
         m: usize,
@@ -110,13 +110,13 @@ fn go_on(interrupt: Interrupt<'_>) -> Result<()> {
     if interrupt() { Err(Error::Interrupted) } else { Ok(()) }
 }
 
-impl Qwen3 {
-    pub fn new(config: Qwen3Config, weights: Weights, backend: Box<dyn Backend>) -> Self {
+impl Model {
+    pub fn new(config: Config, weights: Weights, backend: Box<dyn Backend>) -> Self {
         let rope = Rope::new(config.rope_theta, config.head_dim);
         Self { config, weights, backend, rope, scratch: Mutex::default() }
     }
 
-    pub fn config(&self) -> &Qwen3Config {
+    pub fn config(&self) -> &Config {
         &self.config
     }
 
@@ -186,7 +186,7 @@ impl Qwen3 {
     /// One more token of one sequence; writes its logits, `[vocab_size]`.
     ///
     /// # Errors
-    /// As [`Qwen3::prefill`].
+    /// As [`Model::prefill`].
     pub fn decode(
         &self,
         cache: &mut dyn KvCache,
@@ -198,10 +198,10 @@ impl Qwen3 {
     }
 
     /// One more token of each sequence; writes their logits, `[sequences, vocab_size]`. Each row is
-    /// what [`Qwen3::decode`] gives for its sequence alone.
+    /// what [`Model::decode`] gives for its sequence alone.
     ///
     /// # Errors
-    /// As [`Qwen3::prefill`]; all caches hold what they held before then.
+    /// As [`Model::prefill`]; all caches hold what they held before then.
     pub fn decode_batch(
         &self,
         caches: &mut [&mut dyn KvCache],

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 
-from ._core import ModelError
+from .._core import ModelError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -51,7 +51,7 @@ def read_json(path: Path) -> Any:
 class Tokenizer:
     """A checkpoint's ``tokenizer.json``, through the tokenizers library.
 
-    >>> tokenizer = Tokenizer(Path(__file__).parent / "demo")
+    >>> tokenizer = Tokenizer(Path(__file__).parents[1] / "demo")
     >>> ids = tokenizer.encode("Emma Woodhouse, handsome, clever, and rich")
     >>> tokenizer.decode(ids)
     'Emma Woodhouse, handsome, clever, and rich'
@@ -124,7 +124,7 @@ class StreamDecoder:
     Bytes are held until they complete a character, so the pieces joined, with what ``flush`` gives,
     are the text of all ids.
 
-    >>> tokenizer = Tokenizer(Path(__file__).parent / "demo")
+    >>> tokenizer = Tokenizer(Path(__file__).parents[1] / "demo")
     >>> decoder = StreamDecoder(tokenizer)
     >>> [piece for i in tokenizer.encode("\N{GRINNING FACE}") if (piece := decoder.push(i))]
     ['\N{GRINNING FACE}']

@@ -5,12 +5,12 @@
 //! stays in the first-level cache, and finishes them there: neither the two products, the widest values
 //! of a layer, nor their combination as f32 go to memory.
 
-use super::Isa;
 use super::float::SwiGlu;
-use super::lanes::{Element, Kernel, LANES, Lanes};
 use super::matmul::{MatmulFloat, ROW_PADDING};
 use super::q8_0::{BLOCK, GROUP_BLOCK, MatmulQ8_0, QuantizedRow, quantize_blocks, quantized_words};
-use super::tiles::{OutputTiles, Split, Tile};
+use crate::kernels::Isa;
+use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes};
+use crate::kernels::tiles::{OutputTiles, Split, Tile};
 use crate::threads::Threads;
 use half::f16;
 

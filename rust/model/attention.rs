@@ -1,7 +1,7 @@
 //! Self-attention of one layer: project, norm and rotate, push to the cache, attend, project back.
 
-use super::config::Qwen3Config;
-use super::forward::{BATCH, Scratch, Sequences};
+use super::config::Config;
+use super::pass::{BATCH, Scratch, Sequences};
 use crate::backend::{AttentionInput, Backend, Op, Output};
 use crate::cache::{KvCache, KvView};
 use crate::error::Result;
@@ -14,7 +14,7 @@ use std::sync::{Mutex, PoisonError};
 /// rows go to its own cache.
 pub fn attention(
     backend: &dyn Backend,
-    config: &Qwen3Config,
+    config: &Config,
     weights: &Weights,
     index: usize,
     m: usize,

@@ -6,7 +6,7 @@ use crate::cache::{BlockPool, KvCache};
 use crate::error::Error;
 use crate::kernels::{Isa, peak};
 use crate::loader::{Checkpoint, RandomWeights, load_weights};
-use crate::model::qwen3::{Logits, Qwen3, Qwen3Config, zeros};
+use crate::model::{self, Config, Logits, zeros};
 use crate::tensor::{BlockQ8_0, KvDtype, Tensor, TensorData, WeightDtype};
 use crate::threads::Threads;
 use numpy::{
@@ -132,7 +132,7 @@ fn new_backend(name: &str, threads: Option<usize>) -> PyResult<Box<dyn Backend>>
 ///
 /// Shared by threads, calls take turns. It cannot be pickled.
 #[pyclass(frozen, module = "qwen_rs._core")]
-struct Model(Qwen3);
+struct Model(model::Model);
 
 #[pymethods]
 impl Model {
@@ -172,7 +172,7 @@ impl Model {
             let config = checkpoint.config().clone();
             let (isa, threads) = (backend.isa(), backend.threads());
             let weights = load_weights(&config, &checkpoint, dtype, isa, threads, &going_on)?;
-            Ok(Self(Qwen3::new(config, weights, backend)))
+            Ok(Self(model::Model::new(config, weights, backend)))
         });
         loaded.map_err(|error| lock(&raised).take().unwrap_or(error))
     }
@@ -190,13 +190,13 @@ impl Model {
     ) -> PyResult<Self> {
         let dtype = WeightDtype::parse(dtype)?;
         let backend = new_backend(backend, threads)?;
-        let config = Qwen3Config::from_json(config)?;
+        let config = Config::from_json(config)?;
         heavy(py, |signals| {
             let source = RandomWeights::new(&config, seed)?;
             let (isa, threads) = (backend.isa(), backend.threads());
             let going_on = |_| !signals.pending();
             let weights = load_weights(&config, &source, dtype, isa, threads, &going_on)?;
-            Ok(Self(Qwen3::new(config, weights, backend)))
+            Ok(Self(model::Model::new(config, weights, backend)))
         })
     }
 

@@ -1,14 +1,14 @@
 //! Matmul: `y = x W^T` with weights packed 16 output rows interleaved. Vectors run across output rows,
 //! never across `k`, so neither the lane count nor the tile matters to a result.
 
-use super::Isa;
-use super::lanes::{Element, Kernel, LANES, Lanes, Registers};
 use super::q8_0::{GROUP_BLOCK, MatmulQ8_0, quantized_words};
-use super::tiles::{OutputTiles, Tile, for_each_tile};
+use crate::kernels::Isa;
+use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
+use crate::kernels::tiles::{OutputTiles, Tile, for_each_tile};
 use crate::threads::Threads;
 use half::f16;
 
-pub use super::tiles::Output;
+pub use crate::kernels::tiles::Output;
 
 /// Values between the rows of a matmul's activations beyond a row's own: the rows of a tile are read
 /// side by side, and rows a multiple of 4 KiB apart would share the same few places in the cache.
@@ -56,7 +56,7 @@ pub fn matmul_q8_0(
 const PREFETCH: usize = 16;
 
 /// `y[n]` = a chain of fused multiply-adds over `k`, ascending, from 0.0.
-pub(super) struct MatmulFloat<'a, T> {
+pub(in crate::kernels) struct MatmulFloat<'a, T> {
     pub x: &'a [f32], // row r at r * stride: [k]
     pub stride: usize,
     pub weights: &'a [T], // [ceil(n / 16)][k][16]

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, overload
 
-from ._core import Cache, Model, Pool
+from .._core import Cache, Model, Pool
+from ..checkpoint.chat_template import ChatTemplate, Message, split_reasoning
+from ..checkpoint.source import end_of_sequence_ids, generation_config, resolve
+from ..checkpoint.tokenizer import Tokenizer
 from .arguments import checked_keywords
-from .chat import ChatTemplate, Message, split_reasoning
-from .checkpoint import end_of_sequence_ids, generation_config, resolve
 from .metrics import Metrics
 from .sampling_params import SamplingParams
 from .sequence import Piece, SequenceState
-from .tokenizer import Tokenizer
 
 __all__ = ["LLM", "ChatOutput", "Output", "Piece"]
 

@@ -1,6 +1,6 @@
 //! The gated MLP: `down_proj(silu(gate_proj x) * up_proj x)`.
 
-use super::forward::Scratch;
+use super::pass::Scratch;
 use crate::backend::{Backend, Op, Output};
 use crate::loader::Weights;
 

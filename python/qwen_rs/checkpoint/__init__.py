@@ -1,0 +1,1 @@
+"""A checkpoint's text side: where it comes from, its tokenizer and its chat template."""

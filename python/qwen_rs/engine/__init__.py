@@ -1,0 +1,1 @@
+"""The engine: a model with its tokenizer, the generation loop, and what a generation took."""
