@@ -16,6 +16,9 @@ pub enum Error {
     /// A cache has no room (`CacheError`).
     #[error("{0}")]
     Cache(String),
+    /// The operating system refuses something that is no file, such as a thread (`OSError`).
+    #[error("{what}: {source}")]
+    System { what: String, source: std::io::Error },
     /// Memory for weights or working space cannot be had (`MemoryError`).
     #[error("no memory for {0} bytes")]
     Memory(usize),

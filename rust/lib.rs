@@ -6,9 +6,9 @@
 //! - [`tensor`]: growable rows, Q8_0 blocks, weights packed as the kernels read them
 //! - [`kernels`]: one source per kernel, run on the instruction set found at run time
 //! - [`threads`]: how rows and heads are split over workers
-//! - [`backend`]: the operations of a forward pass, with counts and times
+//! - [`backend`]: what a pass runs on: instruction set, workers, counters
 //! - [`cache`]: the zero-copy KV cache, the paged one, and the copying baseline
-//! - [`model`]: the forward pass: `prefill`, `decode`, `decode_batch`
+//! - [`model`]: the forward pass over any mixture of prompts and decode steps
 //! - [`sampler`]: logits to a token
 //!
 //! Two promises hold everywhere: the KV cache grows in place and is read by borrowing, and every

@@ -81,7 +81,11 @@ impl Threads {
             let worker = std::thread::Builder::new()
                 .name(format!("qwen-rs-{}", index + 1))
                 .spawn(work)
-                .map_err(|e| Error::argument(format!("threads={count}: {e}")))?;
+                .map_err(|source| {
+                    let what =
+                        format!("{count} worker threads were wanted, and no more than {} start", index + 1);
+                    Error::System { what, source }
+                })?;
             threads.workers.push(worker);
         }
         drop(ready);
@@ -182,6 +186,61 @@ impl Threads {
                 // SAFETY: row < rows, and `run` calls each task once.
                 f(row, unsafe { std::slice::from_raw_parts_mut(start.at(row * width), width) });
             }
+        });
+    }
+
+    /// Calls `f` with row `chosen[i]` of `out[_, width]` for every `i`, each once, on all workers.
+    ///
+    /// # Panics
+    /// If the chosen rows do not ascend, or are not in `out`.
+    pub fn for_each_chosen_row(
+        &self,
+        out: &mut [f32],
+        width: usize,
+        chosen: &[usize],
+        f: impl Fn(usize, &mut [f32]) + Sync,
+    ) {
+        assert!(chosen.is_sorted_by(|a, b| a < b));
+        assert!(chosen.last().is_none_or(|&last| last < out.len() / width));
+        struct Start(*mut f32);
+        // SAFETY: each task touches its own row.
+        unsafe impl Sync for Start {}
+        impl Start {
+            fn at(&self, i: usize) -> *mut f32 {
+                self.0.wrapping_add(i)
+            }
+        }
+        let start = Start(out.as_mut_ptr());
+        self.run(chosen.len(), &|i| {
+            // SAFETY: rows ascend, so each is one task's own, and the last is in `out`.
+            f(i, unsafe { std::slice::from_raw_parts_mut(start.at(chosen[i] * width), width) });
+        });
+    }
+
+    /// [`Threads::run`], and each task is lent `words` of `scratch` that no other task uses meanwhile.
+    ///
+    /// # Panics
+    /// If `scratch` does not hold so many for each worker.
+    pub fn run_with(
+        &self,
+        scratch: &mut [f32],
+        words: usize,
+        tasks: usize,
+        job: &(dyn Fn(usize, &mut [f32]) + Sync),
+    ) {
+        assert!(scratch.len() >= words * self.count());
+        struct Start(*mut f32);
+        // SAFETY: each worker touches its own part.
+        unsafe impl Sync for Start {}
+        impl Start {
+            fn at(&self, i: usize) -> *mut f32 {
+                self.0.wrapping_add(i)
+            }
+        }
+        let start = Start(scratch.as_mut_ptr());
+        self.run_on(tasks, &|worker, task| {
+            // SAFETY: a worker runs one task at a time, and its number is below the count.
+            job(task, unsafe { std::slice::from_raw_parts_mut(start.at(worker * words), words) });
         });
     }
 }

@@ -1,11 +1,11 @@
 //! `BasicKvCache`: storage that grows in place and is read by borrowing.
 
-use super::kv_cache_trait::{KvCache, KvShape, KvView};
+use super::kv_cache::{KvCache, KvShape};
+use super::view::{KvView, Lent, RunShape};
 use crate::error::{Error, Result};
 use crate::kernels::attention::KvRun;
 use crate::tensor::{KvDtype, Rows, Tensor, TensorData};
 use crate::threads::Threads;
-use half::f16;
 
 /// Rows that are claimed beyond the prompt, so that so many tokens can be generated before storage
 /// must grow.
@@ -31,14 +31,6 @@ impl LayerKvState {
         self.v.last().map_or(0, |v| v.shape()[0])
     }
 
-    pub fn dtype(&self) -> KvDtype {
-        self.dtype
-    }
-
-    pub fn reserve_rows(&mut self, rows: usize) -> Result<()> {
-        self.tensors().try_for_each(|t| t.reserve_rows(rows))
-    }
-
     /// Appends rows of all heads, `[rows, kv_width]`, the heads side by side if there are threads.
     pub fn append(&mut self, k: Rows<'_>, v: Rows<'_>, threads: Option<&Threads>) -> Result<()> {
         let heads = self.k.len();
@@ -61,40 +53,39 @@ impl LayerKvState {
     }
 
     /// Copies K and V to rows of all heads, `[rows, kv_width]` F32.
+    ///
+    /// # Errors
+    /// `Memory`.
     pub fn materialize(&self) -> Result<(Tensor, Tensor)> {
-        let rows = self.rows();
         let gather = |heads: &[Tensor]| {
-            let width = heads[0].shape()[1];
-            let mut out = vec![0.0; rows * width * heads.len()];
-            for (head, tensor) in heads.iter().enumerate() {
-                let values = tensor.to_f32()?;
-                for (r, row) in values.chunks_exact(width).take(rows).enumerate() {
-                    out[(r * heads.len() + head) * width..][..width].copy_from_slice(row);
-                }
-            }
-            Tensor::from_f32(out, [rows, width * heads.len()])
+            Tensor::gather_heads(self.rows(), heads.len(), heads[0].shape()[1], |head, r, out| {
+                heads[head].read_row(r, out)
+            })
         };
         Ok((gather(&self.k)?, gather(&self.v)?))
     }
 
-    pub(super) fn run_f32(&self, head: usize, position: usize) -> KvRun<'_, f32> {
-        match (self.k[head].data(), self.v[head].data()) {
-            (TensorData::F32(k), TensorData::F32(v)) => self.run(head, position, k, v),
-            _ => KvRun { k: &[], v: &[], stride: 0, rows: 0 },
+    /// Lends each head's rows in one run.
+    fn lend<'a>(&'a self, lent: &mut Lent<'a>) -> Result<KvView> {
+        let ([rows, stride], heads) = (self.v[0].shape(), self.k.len());
+        let shape = RunShape { run_rows: rows, stride, rows };
+        let both = self.k.iter().zip(&self.v);
+        match self.dtype {
+            KvDtype::F32 => {
+                let values = |t: &'a Tensor| match t.data() {
+                    TensorData::F32(values) => &values[..],
+                    _ => unreachable!("all tensors of a layer are of its dtype"),
+                };
+                lent.lend_f32(shape, heads, both.map(|(k, v)| KvRun { k: values(k), v: values(v) }))
+            }
+            KvDtype::F16 => {
+                let values = |t: &'a Tensor| match t.data() {
+                    TensorData::F16(values) => &values[..],
+                    _ => unreachable!("all tensors of a layer are of its dtype"),
+                };
+                lent.lend_f16(shape, heads, both.map(|(k, v)| KvRun { k: values(k), v: values(v) }))
+            }
         }
-    }
-
-    pub(super) fn run_f16(&self, head: usize, position: usize) -> KvRun<'_, f16> {
-        match (self.k[head].data(), self.v[head].data()) {
-            (TensorData::F16(k), TensorData::F16(v)) => self.run(head, position, k, v),
-            _ => KvRun { k: &[], v: &[], stride: 0, rows: 0 },
-        }
-    }
-
-    fn run<'a, T>(&self, head: usize, position: usize, k: &'a [T], v: &'a [T]) -> KvRun<'a, T> {
-        let [rows, stride] = self.v[head].shape();
-        let start = position * stride;
-        KvRun { k: &k[start..], v: &v[start..], stride, rows: rows - position }
     }
 
     fn tensors(&mut self) -> impl Iterator<Item = &mut Tensor> {
@@ -163,8 +154,8 @@ impl KvCache for BasicKvCache {
         self.layers[layer].materialize()
     }
 
-    fn kv_view(&self, layer: usize) -> Option<KvView<'_>> {
-        Some(KvView::contiguous(&self.layers[layer]))
+    fn kv_view<'a>(&'a self, layer: usize, lent: &mut Lent<'a>) -> Result<Option<KvView>> {
+        self.layers[layer].lend(lent).map(Some)
     }
 
     fn seq_len(&self) -> usize {

@@ -3,10 +3,10 @@
 //! Every push makes a new tensor one row taller, copies the whole cache into it and drops the old
 //! one; every read (`materialize`) clones both tensors again. It lends nothing.
 
-use super::kv_cache_trait::{KvCache, KvShape};
+use super::kv_cache::{KvCache, KvShape};
 use crate::backend::{Op, Profiler};
 use crate::error::{Error, Result};
-use crate::tensor::{KvDtype, Rows, Tensor, TensorData};
+use crate::tensor::{KvDtype, Rows, Tensor};
 use crate::threads::Threads;
 use std::sync::Arc;
 
@@ -71,10 +71,7 @@ impl KvCache for ConcatKvCache {
     }
 
     fn materialize(&self, layer: usize) -> Result<(Tensor, Tensor)> {
-        let widen = |t: &Tensor| match t.data() {
-            TensorData::F32(_) => Ok(t.clone()),
-            _ => Tensor::from_f32(t.to_f32()?, t.shape()),
-        };
+        let widen = |t: &Tensor| Tensor::from_f32(t.to_f32()?, t.shape());
         let (k, v) = &self.layers[layer];
         Ok((widen(k)?, widen(v)?))
     }

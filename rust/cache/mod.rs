@@ -2,10 +2,12 @@
 
 mod basic;
 mod concat;
-mod kv_cache_trait;
+mod kv_cache;
 mod paged;
+mod view;
 
 pub use basic::{BasicKvCache, KV_HEADROOM_ROWS, LayerKvState};
 pub use concat::ConcatKvCache;
-pub use kv_cache_trait::{KvCache, KvHead, KvShape, KvView};
+pub use kv_cache::{KvCache, KvShape};
 pub use paged::{BlockPool, PagedKvCache};
+pub use view::{KvView, Lent};

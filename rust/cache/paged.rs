@@ -5,13 +5,15 @@
 //! once, and copied only on write. For each layer a block holds `[kv_heads][block_rows][head_dim]`
 //! of K and of V, so each head's part is one contiguous run, which is lent as it is.
 
-use super::kv_cache_trait::{KvCache, KvShape, KvView};
+use super::kv_cache::{KvCache, KvShape};
+use super::view::{KvView, Lent, RunShape};
 use crate::error::{Error, Result};
 use crate::kernels::attention::KvRun;
 use crate::tensor::{Buffer, KvDtype, Rows, Tensor};
 use crate::threads::Threads;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 /// Blocks of a fixed size, shared by all sequences that were given this pool.
@@ -46,10 +48,14 @@ impl BlockPool {
     /// A pool of `capacity` blocks of `block_rows` tokens. Memory is claimed as blocks are taken.
     ///
     /// # Errors
-    /// `Argument` if either is 0.
+    /// `Argument` if either is 0, or a block is larger than any memory.
     pub fn new(shape: KvShape, dtype: KvDtype, block_rows: usize, capacity: usize) -> Result<Arc<Self>> {
         if block_rows == 0 || capacity == 0 {
             return Err(Error::argument("a block pool needs at least 1 block of at least 1 row"));
+        }
+        let block_bytes = shape.token_bytes(dtype).checked_mul(block_rows);
+        if block_bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            return Err(Error::argument(format!("a block of {block_rows} rows is larger than any memory")));
         }
         let state = Mutex::new(PoolState { free: Vec::new(), taken: 0 });
         Ok(Arc::new(Self { shape, dtype, block_rows, capacity, state }))
@@ -159,52 +165,76 @@ pub struct PagedKvCache {
     pool: Arc<BlockPool>,
     table: Vec<Arc<Block>>,
     rows: Vec<usize>, // [num_layers]
+    /// The block that was shared and is now this sequence's own copy, until the pass that copied it
+    /// commits: rolled back, it is shared again and the copy is free.
+    replaced: Option<(usize, Arc<Block>)>,
 }
 
 impl PagedKvCache {
     pub fn new(pool: Arc<BlockPool>) -> Self {
         let rows = vec![0; pool.shape.num_layers];
-        Self { pool, table: Vec::new(), rows }
+        Self { pool, table: Vec::new(), rows, replaced: None }
     }
 
     pub fn pool(&self) -> &Arc<BlockPool> {
         &self.pool
     }
 
-    /// Makes sure that this sequence alone holds a block.
-    fn make_own(&mut self, index: usize) -> Result<()> {
-        if Arc::get_mut(&mut self.table[index]).is_none() {
-            let mut fresh = Vec::new();
-            self.pool.take(1, &mut fresh)?;
-            let mut copy = fresh.remove(0);
+    /// Blocks for `rows` rows after the first `held`, of which the first may be in a block that other
+    /// sequences hold too: it is copied.
+    fn claim(&mut self, held: usize, rows: usize) -> Result<()> {
+        let block_rows = self.pool.block_rows;
+        let missing = held.saturating_add(rows).div_ceil(block_rows).saturating_sub(self.table.len());
+        let first = held / block_rows;
+        let shared = rows > 0 && self.table.get_mut(first).is_some_and(|block| Arc::get_mut(block).is_none());
+        if missing + usize::from(shared) == 0 {
+            return Ok(());
+        }
+        self.pool.take(missing + usize::from(shared), &mut self.table)?;
+        if shared && let Some(mut copy) = self.table.pop() {
             if let Some(block) = Arc::get_mut(&mut copy) {
-                block.copy_from(&self.table[index]);
+                block.copy_from(&self.table[first]);
             }
-            self.table[index] = copy;
+            self.replaced = Some((first, std::mem::replace(&mut self.table[first], copy)));
         }
         Ok(())
     }
 
-    fn layer(&self, layer: usize) -> PagedLayer<'_> {
-        PagedLayer { table: &self.table, pool: &self.pool, layer, rows: self.rows[layer] }
+    fn read(&self, side: usize, layer: usize, head: usize, position: usize, out: &mut [f32]) {
+        let inside = position % self.pool.block_rows * out.len();
+        let start = self.pool.offset(layer, side, head) + inside;
+        match &self.table[position / self.pool.block_rows].data {
+            BlockData::F32(values) => out.copy_from_slice(&values[start..start + out.len()]),
+            BlockData::F16(values) => values[start..start + out.len()].convert_to_f32_slice(out),
+        }
+    }
+
+    /// Where run `i` of `[kv_heads][blocks]` is: its block, and its K and its V in there.
+    fn run(&self, layer: usize, i: usize) -> (usize, [Range<usize>; 2]) {
+        let (head, block) = (i / self.table.len(), i % self.table.len());
+        let part = |side| {
+            let start = self.pool.offset(layer, side, head);
+            start..start + self.pool.block_rows * self.pool.shape.head_dim
+        };
+        (block, [part(0), part(1)])
     }
 }
 
 impl KvCache for PagedKvCache {
     fn reserve(&mut self, rows: usize) -> Result<()> {
-        let block_rows = self.pool.block_rows;
-        let held = self.seq_len();
-        let blocks = held.saturating_add(rows).div_ceil(block_rows);
-        let missing = blocks.saturating_sub(self.table.len());
-        self.pool.take(missing, &mut self.table)?;
-        if rows > 0
-            && !held.is_multiple_of(block_rows)
-            && let Err(error) = self.make_own(held / block_rows)
-        {
-            self.table.truncate(held.div_ceil(block_rows));
-            return Err(error);
+        self.replaced = None; // of a pass before, which nobody rolls back any more
+        self.claim(self.seq_len(), rows)
+    }
+
+    fn commit(&mut self) {
+        self.replaced = None;
+    }
+
+    fn roll_back(&mut self, rows: usize) {
+        self.truncate(rows);
+        if let Some((index, block)) = self.replaced.take() {
+            self.table[index] = block;
         }
-        Ok(())
     }
 
     fn set_prefill(
@@ -223,18 +253,15 @@ impl KvCache for PagedKvCache {
     fn push_rows(&mut self, layer: usize, k: Rows<'_>, v: Rows<'_>, threads: Option<&Threads>) -> Result<()> {
         let (block_rows, width) = (self.pool.block_rows, self.pool.shape.head_dim);
         let start = self.rows[layer];
-        let blocks = (start + k.rows).div_ceil(block_rows);
-        let missing = blocks.saturating_sub(self.table.len());
-        self.pool.take(missing, &mut self.table)?;
-        let touched = start / block_rows..blocks;
-        touched.clone().try_for_each(|index| self.make_own(index))?;
+        self.claim(start, k.rows)?;
+        let touched = start / block_rows..(start + k.rows).div_ceil(block_rows);
         let pool = &self.pool;
         let write = |i: usize, block: &mut Arc<Block>| {
             let index = touched.start + i;
             let first = start.max(index * block_rows);
             let end = (start + k.rows).min((index + 1) * block_rows);
             let Some(block) = Arc::get_mut(block) else {
-                unreachable!("made own above");
+                unreachable!("claimed above");
             };
             for (side, rows) in [k, v].into_iter().enumerate() {
                 for head in 0..pool.shape.num_key_value_heads {
@@ -256,23 +283,45 @@ impl KvCache for PagedKvCache {
     }
 
     fn materialize(&self, layer: usize) -> Result<(Tensor, Tensor)> {
-        let shape = self.pool.shape;
-        let (rows, width) = (self.rows[layer], shape.head_dim);
-        let view = self.layer(layer);
+        let KvShape { num_key_value_heads: heads, head_dim, .. } = self.pool.shape;
         let gather = |side: usize| {
-            let mut out = vec![0.0; rows * shape.kv_width()];
-            for (position, row) in out.chunks_exact_mut(shape.kv_width()).enumerate() {
-                for (head, row) in row.chunks_exact_mut(width).enumerate() {
-                    view.read(side, head, position, row);
-                }
-            }
-            Tensor::from_f32(out, [rows, shape.kv_width()])
+            Tensor::gather_heads(self.rows[layer], heads, head_dim, |head, position, out| {
+                self.read(side, layer, head, position, out);
+                Ok(())
+            })
         };
         Ok((gather(0)?, gather(1)?))
     }
 
-    fn kv_view(&self, layer: usize) -> Option<KvView<'_>> {
-        Some(KvView::paged(self.layer(layer)))
+    fn kv_view<'a>(&'a self, layer: usize, lent: &mut Lent<'a>) -> Result<Option<KvView>> {
+        let KvShape { num_key_value_heads: heads, head_dim: stride, .. } = self.pool.shape;
+        let shape = RunShape { run_rows: self.pool.block_rows, stride, rows: self.rows[layer] };
+        let runs = (0..heads * self.table.len()).map(|i| self.run(layer, i));
+        let view = match self.pool.dtype {
+            KvDtype::F32 => {
+                let values = |block: usize| match &self.table[block].data {
+                    BlockData::F32(values) => values,
+                    BlockData::F16(_) => unreachable!("a pool has one dtype"),
+                };
+                lent.lend_f32(
+                    shape,
+                    heads,
+                    runs.map(|(block, [k, v])| KvRun { k: &values(block)[k], v: &values(block)[v] }),
+                )
+            }
+            KvDtype::F16 => {
+                let values = |block: usize| match &self.table[block].data {
+                    BlockData::F16(values) => values,
+                    BlockData::F32(_) => unreachable!("a pool has one dtype"),
+                };
+                lent.lend_f16(
+                    shape,
+                    heads,
+                    runs.map(|(block, [k, v])| KvRun { k: &values(block)[k], v: &values(block)[v] }),
+                )
+            }
+        };
+        view.map(Some)
     }
 
     fn seq_len(&self) -> usize {
@@ -302,59 +351,12 @@ impl KvCache for PagedKvCache {
 
     /// Nothing is copied until one of the two writes into a block that both hold.
     fn fork(&self) -> Option<Box<dyn KvCache>> {
-        let (pool, table, rows) = (self.pool.clone(), self.table.clone(), self.rows.clone());
-        Some(Box::new(Self { pool, table, rows }))
+        let used = self.seq_len().div_ceil(self.pool.block_rows);
+        let (pool, table, rows) = (self.pool.clone(), self.table[..used].to_vec(), self.rows.clone());
+        Some(Box::new(Self { pool, table, rows, replaced: None }))
     }
 
     fn name(&self) -> &'static str {
         "paged"
-    }
-}
-
-/// One layer of a sequence's blocks.
-pub struct PagedLayer<'a> {
-    table: &'a [Arc<Block>],
-    pool: &'a BlockPool,
-    layer: usize,
-    rows: usize,
-}
-
-impl PagedLayer<'_> {
-    pub fn dtype(&self) -> KvDtype {
-        self.pool.dtype
-    }
-
-    pub(super) fn run_f32(&self, head: usize, position: usize) -> KvRun<'_, f32> {
-        match &self.table[position / self.pool.block_rows].data {
-            BlockData::F32(values) => self.run(head, position, values),
-            BlockData::F16(_) => KvRun { k: &[], v: &[], stride: 0, rows: 0 },
-        }
-    }
-
-    pub(super) fn run_f16(&self, head: usize, position: usize) -> KvRun<'_, f16> {
-        match &self.table[position / self.pool.block_rows].data {
-            BlockData::F16(values) => self.run(head, position, values),
-            BlockData::F32(_) => KvRun { k: &[], v: &[], stride: 0, rows: 0 },
-        }
-    }
-
-    fn run<'b, T>(&self, head: usize, position: usize, values: &'b [T]) -> KvRun<'b, T> {
-        let (block_rows, stride) = (self.pool.block_rows, self.pool.shape.head_dim);
-        let inside = position % block_rows;
-        let side = |side| {
-            let start = self.pool.offset(self.layer, side, head);
-            &values[start + inside * stride..start + block_rows * stride]
-        };
-        let rows = (block_rows - inside).min(self.rows - position);
-        KvRun { k: side(0), v: side(1), stride, rows }
-    }
-
-    fn read(&self, side: usize, head: usize, position: usize, out: &mut [f32]) {
-        let inside = position % self.pool.block_rows * out.len();
-        let start = self.pool.offset(self.layer, side, head) + inside;
-        match &self.table[position / self.pool.block_rows].data {
-            BlockData::F32(values) => out.copy_from_slice(&values[start..start + out.len()]),
-            BlockData::F16(values) => values[start..start + out.len()].convert_to_f32_slice(out),
-        }
     }
 }

@@ -11,7 +11,7 @@ mod ops;
 mod tiles;
 
 pub use isa::lanes::{Element, Kernel, LANES};
-pub use ops::{attention, float, gated, matmul, peak, prefill_attention, q8_0};
+pub use ops::{attention, decode_attention, float, gated, matmul, peak, prefill_attention, q8_0};
 
 use isa::portable;
 #[cfg(target_arch = "x86_64")]

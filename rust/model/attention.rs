@@ -1,11 +1,14 @@
-//! Self-attention of one layer: project, norm and rotate, push to the cache, attend, project back.
+//! Self-attention of one layer: project, norm and rotate, push to the caches, attend, project back.
 
-use super::config::Config;
-use super::pass::{BATCH, Scratch, Sequences};
-use crate::backend::{AttentionInput, Backend, Op, Output};
-use crate::cache::{KvCache, KvView};
+use super::pass::{Pass, ROWS_PER_TASK, Sequence};
+use super::scratch::{Scratch, Steps};
+use crate::backend::Op;
+use crate::cache::{KvView, Lent};
 use crate::error::Result;
-use crate::loader::Weights;
+use crate::kernels::decode_attention::{DecodeQueries, attention_decode};
+use crate::kernels::float::NormRope;
+use crate::kernels::matmul::Output;
+use crate::kernels::prefill_attention::{PrefillQueries, attention_prefill};
 use crate::tensor::Rows;
 use crate::threads::Threads;
 use std::sync::{Mutex, PoisonError};
@@ -13,80 +16,140 @@ use std::sync::{Mutex, PoisonError};
 /// Adds the attention of `scratch.operands`, `m` rows `[hidden]`, to `scratch.hidden`; each sequence's
 /// rows go to its own cache.
 pub fn attention(
-    backend: &dyn Backend,
-    config: &Config,
-    weights: &Weights,
+    pass: &Pass<'_>,
     index: usize,
-    m: usize,
-    sequences: &mut Sequences<'_, '_>,
+    sequences: &mut [Sequence<'_>],
     scratch: &mut Scratch,
 ) -> Result<()> {
-    let (arena, dtype, layer) = (&weights.arena, weights.dtype, &weights.layers[index]);
+    let (arena, dtype, layer) = (&pass.weights.arena, pass.weights.dtype, &pass.weights.layers[index]);
+    let (config, isa, threads, m) = (pass.config, pass.backend.isa, &pass.backend.threads, pass.m);
     let (q_width, kv_width) = (config.q_width(), config.kv_width());
     let width = q_width + 2 * kv_width;
-    // 1. q, k and v in one matmul: [m, hidden] -> [m, q | k | v]
+    // 1. stacked q/k/v in one matmul: [m, hidden] -> [m, q | k | v]
     let normed = &scratch.operands[..m * dtype.activation_words(config.hidden_size)];
     let qkv = &mut scratch.qkv[..m * width];
-    backend.matmul(Op::QkvProj, arena, &layer.qkv_proj, normed, Output::Set(qkv));
+    pass.time(Op::QkvProj, || layer.qkv_proj.matmul(arena, isa, threads, normed, Output::Set(qkv)));
     // 2. per-head RMSNorm of q and k, then rotation, in place
-    backend.qk_norm_rope(
-        qkv,
-        (config.num_attention_heads, config.num_key_value_heads),
-        (&layer.q_norm, &layer.k_norm),
-        config.rms_norm_eps,
-        &scratch.rotations,
-    );
-    let rows = sequences.rows;
-    let all = Rows { data: &qkv[..], rows: m, cols: width, stride: width };
+    pass.time(Op::QkNormRope, || {
+        let rotations = &scratch.rotations;
+        threads.for_each_row(qkv, width, 2, |r, row| {
+            let rotation = &rotations[r * config.head_dim..][..config.head_dim];
+            for (i, head) in row[..q_width + kv_width].chunks_exact_mut(config.head_dim).enumerate() {
+                let weight = if i < config.num_attention_heads { &layer.q_norm } else { &layer.k_norm };
+                isa.run(NormRope { head, weight, rotation, eps: config.rms_norm_eps });
+            }
+        });
+    });
+    pass.finite(index, Op::QkvProj, qkv)?;
     // 3. push first, so that attention sees the current rows
-    let threads = backend.threads();
-    let push = |i: usize, cache: &mut dyn KvCache, threads: Option<&Threads>| {
-        let own = all.slice(i * rows, rows);
-        let (k, v) = (own.columns(q_width, kv_width), own.columns(q_width + kv_width, kv_width));
-        match sequences.past[i] {
-            0 => cache.set_prefill(index, k, v, threads),
-            _ => cache.push_rows(index, k, v, threads),
-        }
-    };
-    backend.profiler().time(Op::KvPush, || match &mut *sequences.caches {
-        [cache] => push(0, &mut **cache, (rows > 1).then_some(threads)),
-        caches => {
-            let failed = Mutex::new(Ok(()));
-            threads.for_each_mut(caches, |i, cache| {
-                if let Err(error) = push(i, &mut **cache, None) {
-                    *failed.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
-                }
-            });
-            failed.into_inner().unwrap_or_else(PoisonError::into_inner)
-        }
-    })?;
-    // 4. then borrow what each cache lends, or take a copy: [rows, q] over [past + rows] positions
+    let qkv = Rows { data: &*qkv, rows: m, cols: width, stride: width };
+    pass.time(Op::KvPush, || push(index, sequences, qkv.columns(q_width, 2 * kv_width), threads))?;
+    pass.finite_cache(index, sequences)?;
+    // 4. then borrow what each cache lends, or take a copy: [m, q]
+    let attended = &mut scratch.attended[..m * q_width];
     let mut copies = Vec::new(); // of caches that cannot lend
-    for cache in sequences.caches.iter().filter(|cache| cache.kv_view(index).is_none()) {
-        copies.push(backend.profiler().time(Op::Materialize, || cache.materialize(index))?);
-    }
-    let mut copies = copies.iter();
-    let mut views = [const { None }; BATCH];
-    for (view, cache) in views.iter_mut().zip(sequences.caches.iter()) {
-        *view = cache.kv_view(index);
+    let mut lent = std::mem::take(&mut scratch.lent).recycle();
+    let views = &mut scratch.views;
+    views.clear();
+    for sequence in &*sequences {
+        let view = sequence.cache.kv_view(index, &mut lent)?;
         if view.is_none() {
-            let copy = copies.next().map(|(k, v)| KvView::materialized(k, v, config.head_dim));
-            *view = copy.transpose()?;
+            copies.push(pass.time(Op::Materialize, || sequence.cache.materialize(index))?);
         }
+        views.push(view);
     }
-    let input = AttentionInput {
-        q: all.columns(0, q_width),
-        views: &views[..sequences.caches.len()],
-        past: sequences.past,
-        rows,
-        num_key_value_heads: config.num_key_value_heads,
-        head_dim: config.head_dim,
-    };
-    backend.attention(&input, &mut scratch.partials, &mut scratch.attended[..m * q_width]);
+    let missing = views.iter_mut().filter(|view| view.is_none());
+    for (view, (k, v)) in missing.zip(&copies) {
+        *view = Some(lent.lend_materialized(k, v, config.num_key_value_heads)?);
+    }
+    let q = qkv.columns(0, q_width);
+    pass.time(Op::Attention, || {
+        attend(pass, sequences, q, (&lent, views), &scratch.steps, &mut scratch.attention, attended);
+    });
+    scratch.lent = lent.recycle();
+    pass.finite(index, Op::Attention, attended)?;
     // 5. [m, q] -> [m, hidden]
-    let attended = &mut scratch.operands[..m * dtype.activation_words(q_width)];
-    backend.activations(dtype, &scratch.attended[..m * q_width], q_width, attended);
+    let operands = &mut scratch.operands[..m * dtype.activation_words(q_width)];
+    pass.time(Op::Activations, || {
+        threads.for_each_row(operands, dtype.activation_words(q_width), ROWS_PER_TASK, |r, out| {
+            dtype.write_activations(isa, &attended[r * q_width..(r + 1) * q_width], out);
+        });
+    });
     let hidden = &mut scratch.hidden[..m * config.hidden_size];
-    backend.matmul(Op::OProj, arena, &layer.o_proj, attended, Output::Add(hidden));
-    Ok(())
+    pass.time(Op::OProj, || layer.o_proj.matmul(arena, isa, threads, operands, Output::Add(hidden)));
+    pass.finite(index, Op::OProj, hidden)
+}
+
+/// Pushes the rows of every sequence, `[m, k | v]`, to its own cache: single rows on all workers at once,
+/// a prompt's rows each on all workers.
+fn push(index: usize, sequences: &mut [Sequence<'_>], kv: Rows<'_>, threads: &Threads) -> Result<()> {
+    let width = kv.cols / 2;
+    let push_one = |sequence: &mut Sequence<'_>, threads: Option<&Threads>| {
+        let rows = kv.slice(sequence.first_row, sequence.tokens.len());
+        let (k, v) = (rows.columns(0, width), rows.columns(width, width));
+        match (sequence.past, rows.rows) {
+            (0, _) => sequence.cache.set_prefill(index, k, v, threads),
+            (_, 1) => sequence.cache.push_row(index, k.row(0), v.row(0)),
+            _ => sequence.cache.push_rows(index, k, v, threads),
+        }
+    };
+    let failed = Mutex::new(Ok(()));
+    threads.for_each_mut(sequences, |_, sequence| {
+        if sequence.tokens.len() == 1
+            && let Err(error) = push_one(sequence, None)
+        {
+            *failed.lock().unwrap_or_else(PoisonError::into_inner) = Err(error);
+        }
+    });
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner)?;
+    let prompts = sequences.iter_mut().filter(|sequence| sequence.tokens.len() > 1);
+    prompts.into_iter().try_for_each(|sequence| push_one(sequence, Some(threads)))
+}
+
+/// `out[m, q]` = causal softmax(q k^T / sqrt(head_dim)) v, each KV head serving its group of query heads.
+fn attend(
+    pass: &Pass<'_>,
+    sequences: &[Sequence<'_>],
+    q: Rows<'_>,
+    (lent, views): (&Lent<'_>, &[Option<KvView>]),
+    steps: &Steps,
+    scratch: &mut [f32],
+    out: &mut [f32],
+) {
+    let (isa, threads, config) = (pass.backend.isa, &pass.backend.threads, pass.config);
+    let head = |sequence: usize, kv_head: usize| match &views[sequence] {
+        Some(view) => lent.head(view, kv_head),
+        None => unreachable!("every cache lends or was copied"),
+    };
+    let (num_attention_heads, num_key_value_heads) = (config.num_attention_heads, config.num_key_value_heads);
+    let (head_dim, scale) = (config.head_dim, 1.0 / (config.head_dim as f32).sqrt());
+    if !steps.rows.is_empty() {
+        let queries = DecodeQueries {
+            q: q.data,
+            stride: q.stride,
+            rows: &steps.rows,
+            contexts: &steps.contexts,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            scale,
+        };
+        let lent = |step: usize, kv_head| head(steps.sequences[step], kv_head);
+        attention_decode(isa, threads, queries, &lent, scratch, out);
+    }
+    for (i, sequence) in sequences.iter().enumerate().filter(|(_, sequence)| sequence.tokens.len() > 1) {
+        let rows = q.slice(sequence.first_row, sequence.tokens.len());
+        let queries = PrefillQueries {
+            q: rows.data,
+            stride: rows.stride,
+            rows: rows.rows,
+            num_attention_heads,
+            num_key_value_heads,
+            head_dim,
+            past: sequence.past,
+            scale,
+        };
+        let out = &mut out[sequence.first_row * q.cols..][..rows.rows * q.cols];
+        attention_prefill(isa, threads, queries, &|kv_head| head(i, kv_head), scratch, out);
+    }
 }

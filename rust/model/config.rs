@@ -81,6 +81,20 @@ impl Config {
         Ok(())
     }
 
+    /// The fields that logits depend on, as text. A field that is added later is written only where it is
+    /// not what a model without it has, so that the text of today's models stays.
+    pub fn identity(&self) -> String {
+        let Self { vocab_size, hidden_size, intermediate_size, num_hidden_layers, .. } = self;
+        let Self { num_attention_heads, num_key_value_heads, head_dim, rms_norm_eps, rope_theta, .. } = self;
+        format!(
+            "vocab_size={vocab_size} hidden_size={hidden_size} intermediate_size={intermediate_size} \
+             num_hidden_layers={num_hidden_layers} num_attention_heads={num_attention_heads} \
+             num_key_value_heads={num_key_value_heads} head_dim={head_dim} rms_norm_eps={rms_norm_eps:e} \
+             rope_theta={rope_theta:e} tie_word_embeddings={}",
+            self.tie_word_embeddings
+        )
+    }
+
     pub fn kv_shape(&self) -> KvShape {
         KvShape {
             num_layers: self.num_hidden_layers,

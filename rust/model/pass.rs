@@ -1,382 +1,255 @@
-//! The forward pass: `prefill`, `decode` and `decode_batch` are one loop over the layers.
+//! One forward pass over a ragged batch: each sequence brings its own number of rows, a chunk of its prompt
+//! or one decode step. `prefill`, `decode` and `decode_batch` are calls of it.
 
-use super::attention::attention;
 use super::config::Config;
-use super::mlp::mlp;
-use super::rope::Rope;
-use crate::backend::{Backend, Op, Output, Phase, partials_words};
-use crate::cache::{BasicKvCache, ConcatKvCache, KvCache};
+use super::layer::layer;
+use super::scratch::Scratch;
+use super::turns::Interrupt;
+use crate::backend::{Backend, Op};
+use crate::cache::KvCache;
 use crate::error::{Error, Result};
+use crate::kernels::float::AllFinite;
+use crate::kernels::matmul::Output;
 use crate::loader::Weights;
-use crate::tensor::{KvDtype, Rows, WeightDtype};
-use std::ops::Range;
-use std::sync::{Mutex, MutexGuard};
+use crate::tensor::KvDtype;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Rows of a prompt that pass through the layers together; it bounds the scratch memory. It does not
-/// show in the results.
-pub const PREFILL_ROWS: usize = 512;
+/// Rows that one task of a row-wise operation takes: a few microseconds of work.
+pub const ROWS_PER_TASK: usize = 4;
+/// Logits that one task looks through.
+const LOGITS_PER_TASK: usize = 16 << 10;
 
-/// Which logits a prefill gives.
+/// Which logits a sequence wants of a pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Logits {
-    /// Of the last token: `[vocab_size]`.
+    /// None: more of its prompt is to come.
+    None,
+    /// Of its last token: `[vocab_size]`.
     Last,
     /// Of every token: `[tokens, vocab_size]`.
     All,
 }
 
-/// A loaded model. Calls from several threads take turns.
-pub struct Model {
-    config: Config,
-    weights: Weights,
-    backend: Box<dyn Backend>,
-    rope: Rope,
-    scratch: Mutex<Scratch>,
+/// A sequence's part of a pass: the tokens that it brings, and the cache that they go to.
+pub struct Sequence<'a> {
+    pub(super) cache: &'a mut (dyn KvCache + 'a),
+    pub(super) tokens: &'a [u32],
+    pub(super) logits: Logits,
+    /// Rows in the cache before this pass.
+    pub(super) past: usize,
+    /// Its first row among the rows of the pass.
+    pub(super) first_row: usize,
+    /// Rows to roll back to, while room is claimed and nothing is committed.
+    pub(super) claimed: Option<usize>,
 }
 
-/// The sequences of a pass, each with as many rows: one with the rows of a prompt, or several with
-/// one row each.
-pub struct Sequences<'a, 'c> {
-    pub caches: &'a mut [&'c mut (dyn KvCache + 'c)],
-    /// Rows in each cache before this pass.
-    pub past: &'a [usize],
-    /// New rows of each sequence.
-    pub rows: usize,
+impl<'a> Sequence<'a> {
+    pub fn new(cache: &'a mut (dyn KvCache + 'a), tokens: &'a [u32], logits: Logits) -> Self {
+        Self { cache, tokens, logits, past: 0, first_row: 0, claimed: None }
+    }
+
+    /// Rows of logits that it wants.
+    pub fn logits_rows(&self) -> usize {
+        match self.logits {
+            Logits::None => 0,
+            Logits::Last => 1,
+            Logits::All => self.tokens.len(),
+        }
+    }
 }
 
-/// Sequences that one pass decodes together; a larger batch takes several.
-pub const BATCH: usize = 64;
+/// Room for the tokens of all sequences. Unless it is committed, every cache holds in the end, after an
+/// error or a panic too, the rows and the blocks that it held before.
+pub struct Claim<'s, 'a>(pub &'s mut [Sequence<'a>]);
 
-/// What a pass of `m` rows works in; it grows to the largest pass and stays.
-#[derive(Default)]
-pub struct Scratch {
-    pub hidden: Vec<f32>,    // [m, hidden]: the residual stream
-    pub qkv: Vec<f32>,       // [m, q | k | v]
-    pub attended: Vec<f32>,  // [m, q]
-    pub operands: Vec<f32>,  // [m, hidden or q], as a matmul reads them
-    pub gate_up: Vec<f32>,   // both products of each worker's strip
-    pub activated: Vec<f32>, // [m, intermediate], as a matmul reads them
-    pub rotations: Vec<f32>, // [m, head_dim]
-    pub partials: Vec<f32>,  // attention's chunks, for the longest context
+impl<'s, 'a> Claim<'s, 'a> {
+    /// # Errors
+    /// As [`KvCache::reserve`]; nothing has changed then.
+    pub fn new(sequences: &'s mut [Sequence<'a>]) -> Result<Self> {
+        let claim = Self(sequences);
+        for sequence in &mut *claim.0 {
+            sequence.claimed = Some(sequence.cache.seq_len());
+            sequence.cache.reserve(sequence.tokens.len())?;
+        }
+        Ok(claim)
+    }
+
+    pub fn commit(self) {
+        for sequence in &mut *self.0 {
+            sequence.cache.commit();
+            sequence.claimed = None;
+        }
+    }
 }
 
-impl Scratch {
-    fn grow(
-        &mut self,
-        config: &Config,
-        dtype: WeightDtype,
-        gate_up: usize,
-        m: usize,
-        sequences: usize,
-    ) -> Result<()> {
-        let widest = config.hidden_size.max(config.q_width());
-        // Zeroed memory is not resident until it is written: the longest context costs nothing yet.
-        let partials =
-            partials_words(config.num_attention_heads, config.head_dim, config.max_position_embeddings);
-        for (buffer, words) in [
-            (&mut self.hidden, m * config.hidden_size),
-            (&mut self.qkv, m * (config.q_width() + 2 * config.kv_width())),
-            (&mut self.attended, m * config.q_width()),
-            (&mut self.operands, m * dtype.activation_words(widest)),
-            (&mut self.gate_up, gate_up),
-            (&mut self.activated, m * dtype.activation_words(config.intermediate_size)),
-            (&mut self.rotations, m * config.head_dim),
-            (&mut self.partials, sequences * partials),
-        ] {
-            if buffer.len() < words {
-                *buffer = zeros(words)?;
+impl Drop for Claim<'_, '_> {
+    fn drop(&mut self) {
+        for sequence in &mut *self.0 {
+            if let Some(rows) = sequence.claimed.take() {
+                sequence.cache.roll_back(rows);
             }
         }
-        Ok(())
     }
 }
 
-/// `words` zeros.
-///
-/// # Errors
-/// `Memory` if they cannot be had.
-pub fn zeros(words: usize) -> Result<Vec<f32>> {
-    // The zeroed allocation cannot be asked for fallibly: room is tried first, given back, and taken.
-    let mut room: Vec<f32> = Vec::new();
-    room.try_reserve_exact(words).map_err(|_| Error::Memory(words * 4))?;
-    drop(room);
-    Ok(vec![0.0; words])
+/// What all parts of a pass read.
+pub struct Pass<'p> {
+    pub config: &'p Config,
+    pub weights: &'p Weights,
+    pub backend: &'p Backend,
+    /// Rows of all sequences.
+    pub m: usize,
+    pub interrupt: Interrupt<'p>,
+    /// Whether every operation's result is looked through, to find the first that is not finite.
+    pub diagnose: bool,
 }
 
-/// Asked twice a layer: `true` stops the pass.
-pub type Interrupt<'a> = &'a (dyn Fn() -> bool + Sync);
-
-fn go_on(interrupt: Interrupt<'_>) -> Result<()> {
-    if interrupt() { Err(Error::Interrupted) } else { Ok(()) }
+/// What a pass ended with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    Finite,
+    /// Some logit is NaN or infinite.
+    NotFinite,
 }
 
-impl Model {
-    pub fn new(config: Config, weights: Weights, backend: Box<dyn Backend>) -> Self {
-        let rope = Rope::new(config.rope_theta, config.head_dim);
-        Self { config, weights, backend, rope, scratch: Mutex::default() }
-    }
-
-    pub fn config(&self) -> &Config {
-        &self.config
-    }
-
-    pub fn weights(&self) -> &Weights {
-        &self.weights
-    }
-
-    pub fn backend(&self) -> &dyn Backend {
-        &*self.backend
-    }
-
-    pub fn basic_cache(&self, dtype: KvDtype) -> BasicKvCache {
-        BasicKvCache::new(self.config.kv_shape(), dtype)
-    }
-
-    /// The copying baseline; this model's profiler counts its `concat_dim0` calls.
-    pub fn concat_cache(&self, dtype: KvDtype) -> ConcatKvCache {
-        ConcatKvCache::new(self.config.kv_shape(), dtype, self.backend.profiler().clone())
-    }
-
-    /// Appends `tokens` to a sequence and writes the logits that `wanted` asks for to `logits`.
+impl Pass<'_> {
+    /// All layers for the tokens of all sequences; then the logits that they want, one after another.
     ///
     /// # Errors
-    /// `Argument` for no tokens, a token outside the vocabulary, more than the context or a `logits`
-    /// of the wrong length; `Cache` if the cache has no room; `Interrupted`. The cache holds what it
-    /// held before then.
-    pub fn prefill(
+    /// `Interrupted`, `Memory`, what a cache returns; when diagnosing, what [`Pass::finite`] finds.
+    pub fn run(
         &self,
-        cache: &mut dyn KvCache,
-        tokens: &[u32],
-        wanted: Logits,
-        interrupt: Interrupt<'_>,
-        logits: &mut [f32],
-    ) -> Result<()> {
-        let vocab = self.config.vocab_size;
-        let rows = if wanted == Logits::All { tokens.len() } else { 1 };
-        self.check(cache, tokens)?;
-        if logits.len() != rows * vocab {
-            return Err(Error::argument(format!(
-                "logits has {} values; {rows} x {vocab} are needed",
-                logits.len()
-            )));
-        }
-        let past = cache.seq_len();
-        self.backend.profiler().set_phase(Phase::Prefill);
-        let mut scratch = self.lock();
-        let mut pass = || {
-            cache.reserve(tokens.len())?;
-            for (i, chunk) in tokens.chunks(PREFILL_ROWS).enumerate() {
-                let start = i * PREFILL_ROWS;
-                let last = start + chunk.len() == tokens.len();
-                let (first, out) = match wanted {
-                    Logits::All => (0, &mut logits[start * vocab..][..chunk.len() * vocab]),
-                    Logits::Last if last => (chunk.len() - 1, &mut logits[..]),
-                    Logits::Last => (chunk.len(), &mut logits[..0]),
-                };
-                let sequences =
-                    Sequences { caches: &mut [&mut *cache], past: &[past + start], rows: chunk.len() };
-                self.pass(sequences, chunk, first, interrupt, &mut scratch, out)?;
-            }
-            Ok(())
-        };
-        let result = pass();
-        result.inspect_err(|_| cache.truncate(past))
-    }
-
-    /// One more token of one sequence; writes its logits, `[vocab_size]`.
-    ///
-    /// # Errors
-    /// As [`Model::prefill`].
-    pub fn decode(
-        &self,
-        cache: &mut dyn KvCache,
-        token: u32,
-        interrupt: Interrupt<'_>,
-        logits: &mut [f32],
-    ) -> Result<()> {
-        self.decode_batch(&mut [cache], &[token], interrupt, logits)
-    }
-
-    /// One more token of each sequence; writes their logits, `[sequences, vocab_size]`. Each row is
-    /// what [`Model::decode`] gives for its sequence alone.
-    ///
-    /// # Errors
-    /// As [`Model::prefill`]; all caches hold what they held before then.
-    pub fn decode_batch(
-        &self,
-        caches: &mut [&mut dyn KvCache],
-        tokens: &[u32],
-        interrupt: Interrupt<'_>,
-        logits: &mut [f32],
-    ) -> Result<()> {
-        if tokens.len() != caches.len() {
-            return Err(Error::argument(format!("{} tokens for {} caches", tokens.len(), caches.len())));
-        }
-        if logits.len() != tokens.len() * self.config.vocab_size {
-            return Err(Error::argument(format!(
-                "logits has {} values; {} x {} are needed",
-                logits.len(),
-                tokens.len(),
-                self.config.vocab_size
-            )));
-        }
-        for (cache, &token) in caches.iter().zip(tokens) {
-            self.check(&**cache, &[token])?;
-        }
-        caches.iter_mut().try_for_each(|cache| cache.reserve(1))?;
-        self.backend.profiler().set_phase(Phase::Decode);
-        let mut scratch = self.lock();
-        let mut done = 0;
-        let result = caches.chunks_mut(BATCH).try_for_each(|caches| {
-            let some = done..done + caches.len();
-            done = some.end;
-            let mut past = [0; BATCH];
-            for (past, cache) in past.iter_mut().zip(caches.iter()) {
-                *past = cache.seq_len();
-            }
-            let past = &past[..caches.len()];
-            let sequences = Sequences { caches: &mut *caches, past, rows: 1 };
-            let vocab = self.config.vocab_size;
-            let out = &mut logits[some.start * vocab..some.end * vocab];
-            self.pass(sequences, &tokens[some], 0, interrupt, &mut scratch, out).inspect_err(|_| {
-                for (cache, &past) in caches.iter_mut().zip(past) {
-                    cache.truncate(past);
-                }
-            })
-        });
-        if result.is_err() && done > BATCH {
-            // Those of the passes that were done before the one that failed.
-            for cache in &mut caches[..(done - 1) / BATCH * BATCH] {
-                cache.truncate(cache.seq_len() - 1);
-            }
-        }
-        result
-    }
-
-    /// All layers for `tokens`, the rows of all sequences in order; then the logits of rows `first..`.
-    fn pass(
-        &self,
-        mut sequences: Sequences<'_, '_>,
-        tokens: &[u32],
-        first: usize,
-        interrupt: Interrupt<'_>,
+        rope: &super::Rope,
+        sequences: &mut [Sequence<'_>],
         scratch: &mut Scratch,
         logits: &mut [f32],
-    ) -> Result<()> {
-        let (config, backend, weights) = (&self.config, &*self.backend, &self.weights);
-        let (m, hidden, eps) = (tokens.len(), config.hidden_size, config.rms_norm_eps);
-        let (arena, dtype) = (&weights.arena, weights.dtype);
-        scratch.grow(config, dtype, backend.gated_words(), m, sequences.caches.len())?;
-        let rows = sequences.rows;
-        let positions = sequences.past.iter().flat_map(|&past| past..past + rows);
-        for (position, rotation) in positions.zip(scratch.rotations.chunks_mut(config.head_dim)) {
-            self.rope.rotation(position, rotation);
-        }
-        backend.embed(arena, &weights.embed_tokens, tokens, &mut scratch.hidden[..m * hidden]);
-        let words = dtype.activation_words(hidden);
-        let norm = |scratch: &mut Scratch, rows: Range<usize>, weight: &[f32]| {
-            let x = &scratch.hidden[rows.start * hidden..rows.end * hidden];
-            let normed = &mut scratch.operands[rows.start * words..rows.end * words];
-            backend.rms_norm(dtype, x, weight, eps, normed);
-        };
-        for (index, layer) in weights.layers.iter().enumerate() {
-            go_on(interrupt)?;
-            norm(scratch, 0..m, &layer.input_layernorm);
-            attention(backend, config, weights, index, m, &mut sequences, scratch)?;
-            go_on(interrupt)?;
-            norm(scratch, 0..m, &layer.post_attention_layernorm);
-            mlp(backend, weights, index, m, scratch);
+    ) -> Result<Outcome> {
+        let (backend, weights, hidden) = (self.backend, self.weights, self.config.hidden_size);
+        scratch.grow(self.config, weights, &backend.threads, self.m, sequences)?;
+        self.place(sequences, scratch);
+        let Scratch { rotations, positions, hidden: x, tokens, .. } = &mut *scratch;
+        let head_dim = self.config.head_dim;
+        backend.threads.for_each_row(&mut rotations[..self.m * head_dim], head_dim, 16, |r, out| {
+            rope.rotation(positions[r], out);
+        });
+        self.time(Op::Embed, || {
+            backend.threads.for_each_row(&mut x[..self.m * hidden], hidden, ROWS_PER_TASK, |r, out| {
+                weights.embed_tokens.row(&weights.arena, tokens[r] as usize, out);
+            });
+        });
+        for index in 0..weights.layers.len() {
+            layer(self, index, sequences, scratch)?;
         }
         if logits.is_empty() {
-            return Ok(());
+            return Ok(Outcome::Finite);
         }
-        norm(scratch, first..m, &weights.norm);
-        let normed = &scratch.operands[first * words..m * words];
+        let Scratch { wanted, hidden: x, operands, .. } = scratch;
+        let words = weights.dtype.activation_words(hidden);
+        let operands = &mut operands[..wanted.len() * words];
+        self.norm_rows(&weights.norm, x, |i| wanted[i], operands);
         let lm_head = weights.lm_head.as_ref().unwrap_or(&weights.embed_tokens);
-        backend.matmul(Op::LmHead, arena, lm_head, normed, Output::Set(logits));
-        Ok(())
-    }
-
-    /// Tells models apart: a hash (FNV-1a, 64 bits) of the config, the weight dtype, the norms and a
-    /// cache line of every 16 KiB of the packed weights.
-    pub fn fingerprint(&self) -> String {
-        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-        let mut add = |bytes: &[u8]| {
-            for &byte in bytes {
-                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-            }
-        };
-        add(format!("{:?} {:?}", self.config, self.weights.dtype).as_bytes());
-        add(bytemuck::cast_slice(&self.weights.norm));
-        for part in self.weights.arena.contents().chunks(16 << 10) {
-            add(&part[..part.len().min(64)]);
+        self.time(Op::LmHead, || {
+            let (isa, threads) = (backend.isa, &backend.threads);
+            lm_head.matmul(&weights.arena, isa, threads, operands, Output::Set(logits));
+        });
+        match self.all_finite(logits) {
+            true => Ok(Outcome::Finite),
+            false if self.diagnose => Err(not_finite("lm_head")),
+            false => Ok(Outcome::NotFinite),
         }
-        format!("{hash:016x}")
     }
 
-    /// A copy of a sequence's keys and values: K and V, `[rows, kv_width]`, of every layer.
-    pub fn snapshot(
-        &self,
-        cache: &dyn KvCache,
-    ) -> Result<Vec<(crate::tensor::Tensor, crate::tensor::Tensor)>> {
-        (0..cache.num_layers()).map(|layer| cache.materialize(layer)).collect()
+    /// Gives every sequence its rows, and lists what is asked of each row.
+    fn place(&self, sequences: &mut [Sequence<'_>], scratch: &mut Scratch) {
+        let Scratch { positions, tokens, steps, wanted, .. } = scratch;
+        steps.clear();
+        [&mut *positions, &mut *wanted].into_iter().for_each(Vec::clear);
+        tokens.clear();
+        for (i, sequence) in sequences.iter_mut().enumerate() {
+            let (first, count) = (tokens.len(), sequence.tokens.len());
+            (sequence.first_row, sequence.past) = (first, sequence.cache.seq_len());
+            tokens.extend_from_slice(sequence.tokens);
+            positions.extend(sequence.past..sequence.past + count);
+            if count == 1 {
+                steps.push(i, first, sequence.past + 1);
+            }
+            wanted.extend(first + count - sequence.logits_rows()..first + count);
+        }
     }
 
-    /// Fills an empty cache with a snapshot.
+    /// The rows of `x / rms(x) * weight`, as the next matmul reads them.
+    pub fn norm(&self, weight: &[f32], x: &[f32], out: &mut [f32]) {
+        let words = self.weights.dtype.activation_words(weight.len());
+        self.norm_rows(weight, x, |i| i, &mut out[..self.m * words]);
+    }
+
+    /// [`Pass::norm`] of rows `row(i)`.
+    fn norm_rows(&self, weight: &[f32], x: &[f32], row: impl Fn(usize) -> usize + Sync, out: &mut [f32]) {
+        let (isa, dtype, width) = (self.backend.isa, self.weights.dtype, weight.len());
+        self.time(Op::RmsNorm, || {
+            let words = dtype.activation_words(width);
+            self.backend.threads.for_each_row(out, words, ROWS_PER_TASK, |i, out| {
+                let x = &x[row(i) * width..][..width];
+                dtype.write_normed(isa, x, weight, self.config.rms_norm_eps, out);
+            });
+        });
+    }
+
+    pub fn time<T>(&self, op: Op, f: impl FnOnce() -> T) -> T {
+        self.backend.profiler.time(op, f)
+    }
+
+    /// Asked twice a layer.
     ///
     /// # Errors
-    /// `Argument` if the snapshot's shape is not this model's; `Cache` if the cache holds rows or has
-    /// no room. The cache is empty then.
-    pub fn restore(
-        &self,
-        cache: &mut dyn KvCache,
-        snapshot: &[(crate::tensor::Tensor, crate::tensor::Tensor)],
-    ) -> Result<()> {
-        if cache.seq_len() != 0 {
-            return Err(Error::cache("a snapshot is restored into an empty cache"));
-        }
-        let width = self.config.kv_width();
-        let rows = snapshot.first().map_or(0, |(k, _)| k.shape()[0]);
-        let fits = snapshot.len() == self.config.num_hidden_layers
-            && snapshot.iter().all(|(k, v)| k.shape() == [rows, width] && v.shape() == [rows, width]);
-        if !fits || rows == 0 || rows > self.config.max_position_embeddings {
-            return Err(Error::argument("the snapshot does not belong to a model of this shape"));
-        }
-        let mut fill = || {
-            cache.reserve(rows)?;
-            for (layer, (k, v)) in snapshot.iter().enumerate() {
-                let (k, v) = (k.to_f32()?, v.to_f32()?);
-                let view = |data| Rows { data, rows, cols: width, stride: width };
-                cache.set_prefill(layer, view(&k), view(&v), Some(self.backend.threads()))?;
-            }
-            Ok(())
-        };
-        fill().inspect_err(|_| cache.truncate(0))
+    /// `Interrupted`.
+    pub fn go_on(&self) -> Result<()> {
+        if (self.interrupt)() { Err(Error::Interrupted) } else { Ok(()) }
     }
 
-    fn check(&self, cache: &dyn KvCache, tokens: &[u32]) -> Result<()> {
-        if cache.shape() != self.config.kv_shape() {
-            return Err(Error::argument("the cache was made for a model of another shape"));
+    /// When diagnosing: that what `op` of a layer left is finite.
+    ///
+    /// # Errors
+    /// `Model`, naming both.
+    pub fn finite(&self, layer: usize, op: Op, values: &[f32]) -> Result<()> {
+        match self.diagnose && !self.all_finite(values) {
+            true => Err(not_finite(&format!("{} of layer {layer}", op.name()))),
+            false => Ok(()),
         }
-        if tokens.is_empty() {
-            return Err(Error::argument("there are no tokens"));
-        }
-        let vocab = self.config.vocab_size;
-        if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab) {
-            return Err(Error::argument(format!("token id {token} is outside the vocabulary of {vocab}")));
-        }
-        let (past, context) = (cache.seq_len(), self.config.max_position_embeddings);
-        if past + tokens.len() > context {
-            return Err(Error::argument(format!(
-                "{past} tokens in the cache and {} more do not fit in the context of {context}",
-                tokens.len()
-            )));
+    }
+
+    /// When diagnosing: that what the caches hold of a layer is finite.
+    ///
+    /// # Errors
+    /// `Cache`, naming the layer and what to do.
+    pub fn finite_cache(&self, layer: usize, sequences: &[Sequence<'_>]) -> Result<()> {
+        for sequence in sequences.iter().filter(|_| self.diagnose) {
+            let (k, v) = sequence.cache.materialize(layer)?;
+            if self.all_finite(&k.to_f32()?) && self.all_finite(&v.to_f32()?) {
+                continue;
+            }
+            return Err(Error::cache(match sequence.cache.dtype() {
+                KvDtype::F16 => format!(
+                    "layer {layer}: a key or value beyond 65504 does not fit in the f16 cache: use an f32 one"
+                ),
+                KvDtype::F32 => format!("layer {layer}: the cache holds NaN or infinity"),
+            }));
         }
         Ok(())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Scratch> {
-        // Scratch holds nothing between passes, so a panic cannot have left it wrong.
-        self.scratch.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn all_finite(&self, values: &[f32]) -> bool {
+        let (finite, isa) = (AtomicBool::new(true), self.backend.isa);
+        self.backend.threads.run(values.len().div_ceil(LOGITS_PER_TASK), &|task| {
+            let part = task * LOGITS_PER_TASK..values.len().min((task + 1) * LOGITS_PER_TASK);
+            if !isa.run(AllFinite { x: &values[part] }) {
+                finite.store(false, Ordering::Relaxed);
+            }
+        });
+        finite.into_inner()
     }
+}
+
+fn not_finite(what: &str) -> Error {
+    Error::model(format!("{what} gives NaN or infinity: these weights cannot be run in this dtype"))
 }

@@ -1,6 +1,6 @@
 //! What a sequence has of its own: its KV cache, of its own or on a shared pool, and its sampler.
 
-use super::{heavy, lock, token_ids};
+use super::calls::{heavy, lock, token_ids};
 use crate::cache::{BlockPool, KvCache, PagedKvCache};
 use crate::error::Error;
 use crate::kernels::Isa;

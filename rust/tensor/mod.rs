@@ -9,4 +9,4 @@ mod tensor;
 pub use buffer::Buffer;
 pub use packed::{Arena, PackedWeight, RowSource, WeightDtype};
 pub use q8_0::BlockQ8_0;
-pub use tensor::{KvDtype, Rows, Tensor, TensorData};
+pub use tensor::{KvDtype, Rows, Tensor, TensorData, zeros};

@@ -142,8 +142,8 @@ impl Tensor {
                 cols: src.shape[1],
                 stride: src.shape[1],
             }),
-            TensorData::F16(values) => {
-                let wide = values.to_f32_vec(); // exact, and narrowed back exactly
+            TensorData::F16(_) => {
+                let wide = src.to_f32()?; // exact, and narrowed back exactly
                 self.append(Rows {
                     data: &wide,
                     rows: src.shape[0],
@@ -199,7 +199,7 @@ impl Tensor {
     /// A new tensor: the rows of `a`, then those of `b`. Copies both; this is how the old cache grew.
     ///
     /// # Errors
-    /// `Argument` for quantized tensors, another dtype or another column width.
+    /// `Argument` for quantized tensors, another dtype or another column width; `Memory`.
     pub fn concat_dim0(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         if a.shape[1] != b.shape[1] {
             return Err(Error::argument(format!(
@@ -208,8 +208,8 @@ impl Tensor {
             )));
         }
         let data = match (&a.data, &b.data) {
-            (TensorData::F32(x), TensorData::F32(y)) => TensorData::F32([&x[..], y].concat().into()),
-            (TensorData::F16(x), TensorData::F16(y)) => TensorData::F16([&x[..], y].concat().into()),
+            (TensorData::F32(x), TensorData::F32(y)) => TensorData::F32(joined(x, y)?.into()),
+            (TensorData::F16(x), TensorData::F16(y)) => TensorData::F16(joined(x, y)?.into()),
             (TensorData::Q8_0(_), _) | (_, TensorData::Q8_0(_)) => return Err(Self::quantized()),
             _ => return Err(Error::argument("F32 and F16 rows cannot be concatenated")),
         };
@@ -235,13 +235,44 @@ impl Tensor {
     /// All values, widened to f32 exactly.
     ///
     /// # Errors
-    /// `Argument` for a quantized tensor.
+    /// `Argument` for a quantized tensor, `Memory`.
     pub fn to_f32(&self) -> Result<Vec<f32>> {
-        match &self.data {
-            TensorData::F32(values) => Ok(values.to_vec()),
-            TensorData::F16(values) => Ok(values.to_f32_vec()),
-            TensorData::Q8_0(_) => Err(Self::quantized()),
+        let mut out = zeros(self.shape[0] * self.shape[1])?;
+        for (r, row) in out.chunks_exact_mut(self.shape[1].max(1)).enumerate() {
+            self.read_row(r, row)?;
         }
+        Ok(out)
+    }
+
+    /// Row `r`, `[cols]`, widened to f32 exactly.
+    ///
+    /// # Errors
+    /// `Argument` for a quantized tensor.
+    pub fn read_row(&self, r: usize, out: &mut [f32]) -> Result<()> {
+        let row = r * self.shape[1]..(r + 1) * self.shape[1];
+        match &self.data {
+            TensorData::F32(values) => out.copy_from_slice(&values[row]),
+            TensorData::F16(values) => values[row].convert_to_f32_slice(out),
+            TensorData::Q8_0(_) => return Err(Self::quantized()),
+        }
+        Ok(())
+    }
+
+    /// Rows of all heads, `[rows, heads * width]` F32, from `read(head, row, out)` of each.
+    ///
+    /// # Errors
+    /// `Memory`, and what `read` returns.
+    pub fn gather_heads(
+        rows: usize,
+        heads: usize,
+        width: usize,
+        read: impl Fn(usize, usize, &mut [f32]) -> Result<()>,
+    ) -> Result<Self> {
+        let mut out = zeros(rows * heads * width)?;
+        for (i, out) in out.chunks_exact_mut(width).enumerate() {
+            read(i % heads, i / heads, out)?;
+        }
+        Self::from_f32(out, [rows, heads * width])
     }
 
     pub fn data(&self) -> &TensorData {
@@ -274,4 +305,23 @@ impl Tensor {
     fn quantized() -> Error {
         Error::argument("a quantized tensor has no rows to append, grow or widen")
     }
+}
+
+fn joined<T: Copy>(x: &[T], y: &[T]) -> Result<Vec<T>> {
+    let (mut out, len) = (Vec::new(), x.len() + y.len());
+    out.try_reserve_exact(len).map_err(|_| Error::Memory(len * size_of::<T>()))?;
+    out.extend_from_slice(x);
+    out.extend_from_slice(y);
+    Ok(out)
+}
+
+/// `words` zeros on the heap.
+///
+/// # Errors
+/// `Memory` if they cannot be had.
+pub fn zeros(words: usize) -> Result<Vec<f32>> {
+    let mut out = Vec::new();
+    out.try_reserve_exact(words).map_err(|_| Error::Memory(words.saturating_mul(4)))?;
+    out.resize(words, 0.0);
+    Ok(out)
 }

@@ -6,7 +6,7 @@ mod common;
 use common::*;
 use qwen_rs::cache::{BlockPool, KV_HEADROOM_ROWS, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
-use qwen_rs::model::Model;
+use qwen_rs::model::{Logits, Model, Sequence};
 use qwen_rs::tensor::{KvDtype, WeightDtype};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -79,11 +79,18 @@ fn a_warm_batch_step_allocates_nothing_either() {
     prefill(&model, &mut basic, &tokens(&model, 20, 1));
     prefill(&model, &mut paged, &tokens(&model, 30, 2));
     let mut logits = vec![0.0; 2 * model.config().vocab_size];
-    let mut caches: [&mut dyn KvCache; 2] = [&mut basic, &mut paged];
-    model.decode_batch(&mut caches, &[1, 2], &|| false, &mut logits).unwrap();
+    let mut step = |first: u32| {
+        let tokens = [first, first + 1];
+        let mut steps = [
+            Sequence::new(&mut basic, &tokens[..1], Logits::Last),
+            Sequence::new(&mut paged, &tokens[1..], Logits::Last),
+        ];
+        model.decode_batch(&mut steps, &|| false, &mut logits).unwrap();
+    };
+    step(1);
     let before = ALLOCATIONS.load(Ordering::Relaxed);
     for _ in 0..50 {
-        model.decode_batch(&mut caches, &[3, 4], &|| false, &mut logits).unwrap();
+        step(3);
     }
     assert_eq!(ALLOCATIONS.load(Ordering::Relaxed) - before, 0);
 }

@@ -5,9 +5,8 @@
 mod common;
 
 use common::*;
-use qwen_rs::cache::KvCache;
 use qwen_rs::kernels::Isa;
-use qwen_rs::model::Model;
+use qwen_rs::model::{Logits, Model, Sequence};
 use qwen_rs::tensor::{KvDtype, WeightDtype};
 use std::sync::LazyLock;
 
@@ -128,6 +127,58 @@ fn a_large_batch() {
     batch_equals_alone(&model, 70, KvDtype::F32);
 }
 
+/// Prompts, chunks of prompts and decode steps in one pass: each sequence gets what it gets alone.
+#[test]
+fn any_mixture_of_rows_in_one_pass() {
+    for_each_oracle(|name, dtype, kv, tokens, expected| {
+        let model = simd(name, dtype, Isa::available()[0], 2);
+        let vocab = model.config().vocab_size;
+        // Each in a cache of another kind: where it stands, how many rows it brings, which logits it wants.
+        let mixture = [
+            (100, 1, Logits::Last),
+            (0, LENGTH, Logits::All),
+            (250, 7, Logits::Last),
+            (0, 1, Logits::All),
+            (17, 64, Logits::None),
+            (LENGTH - 1, 1, Logits::Last),
+        ];
+        for turn in 0..mixture.len() {
+            let mut parts = mixture;
+            parts.rotate_left(turn);
+            let mut caches: Vec<_> = caches(&model, kv).into_iter().map(|(_, cache)| cache).collect();
+            for (cache, &(start, ..)) in caches.iter_mut().zip(&parts).filter(|(_, part)| part.0 > 0) {
+                prefill(&model, &mut **cache, &tokens[..start]);
+            }
+            let mut rows = Vec::new(); // positions whose logits are wanted, in order
+            let mut sequences = Vec::new();
+            for (cache, &(start, count, wanted)) in caches.iter_mut().zip(&parts) {
+                let end = start + count;
+                rows.extend(match wanted {
+                    Logits::None => end..end,
+                    Logits::Last => end - 1..end,
+                    Logits::All => start..end,
+                });
+                sequences.push(Sequence::new(&mut **cache, &tokens[start..end], wanted));
+            }
+            let mut logits = vec![f32::NAN; rows.len() * vocab];
+            model.forward(&mut sequences, &|| false, &mut logits).unwrap();
+            drop(sequences);
+            for (i, &position) in rows.iter().enumerate() {
+                let what = format!("{name} {dtype:?} {kv:?} mixture {turn} row {i}");
+                assert!(row(&logits, &model, i) == row(expected, &model, position), "{what}");
+            }
+            // What they pushed is what they would have pushed alone.
+            for (cache, &(start, count, _)) in caches.iter_mut().zip(&parts) {
+                assert_eq!(cache.seq_len(), start + count);
+                if start + count < LENGTH {
+                    let next = decode(&model, &mut **cache, tokens[start + count]);
+                    assert!(bits(&next) == row(expected, &model, start + count), "{name} {dtype:?} {kv:?}");
+                }
+            }
+        }
+    });
+}
+
 fn batch_equals_alone(model: &Model, size: usize, kv: KvDtype) {
     const STEPS: usize = 3;
     let vocab = model.config().vocab_size;
@@ -141,9 +192,10 @@ fn batch_equals_alone(model: &Model, size: usize, kv: KvDtype) {
     }
     let mut batched = Vec::new();
     for step in next.chunks(size) {
-        let mut caches: Vec<&mut dyn KvCache> = together.iter_mut().map(|c| c as &mut dyn KvCache).collect();
+        let caches = together.iter_mut().zip(step.chunks(1));
+        let mut steps: Vec<_> = caches.map(|(c, t)| Sequence::new(c, t, Logits::Last)).collect();
         let mut logits = vec![0.0; size * vocab];
-        model.decode_batch(&mut caches, step, &|| false, &mut logits).unwrap();
+        model.decode_batch(&mut steps, &|| false, &mut logits).unwrap();
         batched.push(logits);
     }
     for (i, prompt) in prompts.iter().enumerate() {
@@ -154,7 +206,7 @@ fn batch_equals_alone(model: &Model, size: usize, kv: KvDtype) {
             assert!(
                 bits(&expected) == row(logits, model, i),
                 "sequence {i} of {size}, step {step}, {kv:?}, {:?}",
-                model.backend().isa()
+                model.backend().isa
             );
         }
     }

@@ -3,14 +3,13 @@
 
 use half::{bf16, f16};
 use proptest::prelude::*;
-use qwen_rs::kernels::attention::{AttentionRow, CHUNK, KvRun, KvSource, MergeChunks, partial_len};
+use qwen_rs::kernels::attention::{AttentionRow, CHUNK, KvHead, KvRun, MergeChunks, partial_len};
 use qwen_rs::kernels::float::{ExpSum, NormRope, RmsNorm, SwiGlu};
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
 use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
 use qwen_rs::kernels::q8_0::{BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words};
 use qwen_rs::kernels::{Element, Isa, LANES};
 use qwen_rs::threads::Threads;
-use std::marker::PhantomData;
 
 /// Numbers of many magnitudes, the same everywhere.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
@@ -344,12 +343,10 @@ struct Lent<T> {
     run: usize,
 }
 
-impl<T> KvSource<T> for Lent<T> {
-    fn run_from(&self, position: usize) -> KvRun<'_, T> {
-        let all = self.k.len() / self.width;
-        let rows = (self.run - position % self.run).min(all - position);
-        let part = position * self.width..(position + rows) * self.width;
-        KvRun { k: &self.k[part.clone()], v: &self.v[part], stride: self.width, rows }
+impl<T> Lent<T> {
+    fn runs(&self) -> Vec<KvRun<'_, T>> {
+        let len = self.run * self.width;
+        self.k.chunks(len).zip(self.v.chunks(len)).map(|(k, v)| KvRun { k, v }).collect()
     }
 }
 
@@ -366,15 +363,8 @@ fn check_attention<T: Element>(
     let scale = 0.3 / (width as f32).sqrt();
     let attend = |isa: Isa, source: &Lent<T>| {
         let mut out = vec![f32::NAN; heads * width];
-        isa.run(AttentionRow::<T, _> {
-            q: &q,
-            head_dim: width,
-            source,
-            context,
-            scale,
-            out: &mut out,
-            element: PhantomData,
-        });
+        let kv = KvHead { runs: &source.runs(), run_rows: source.run, stride: width, rows: context };
+        isa.run(AttentionRow { q: &q, head_dim: width, kv, context, scale, out: &mut out });
         out
     };
     let out = same_everywhere("attention", |isa| attend(isa, &lent));

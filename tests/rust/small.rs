@@ -11,14 +11,14 @@ mod common;
 
 use common::{bits, decode, prefill, prefill_all};
 use half::{bf16, f16};
-use qwen_rs::backend::SimdBackend;
+use qwen_rs::backend::Backend;
 use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
 use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
 use qwen_rs::kernels::q8_0::{GROUP_BLOCK, QuantizeActivations, quantized_words};
 use qwen_rs::loader::{RandomWeights, load_weights};
-use qwen_rs::model::{Config, Model};
+use qwen_rs::model::{Config, Logits, Model, Sequence};
 use qwen_rs::tensor::{Buffer, KvDtype, Tensor, WeightDtype};
 use qwen_rs::threads::Threads;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -34,7 +34,7 @@ fn model(head_dim: usize, dtype: WeightDtype, threads: usize) -> Model {
     let source = RandomWeights::new(&config, 3).unwrap();
     let (isa, workers) = (Isa::PORTABLE, Threads::new(threads).unwrap());
     let weights = load_weights(&config, &source, dtype, isa, &workers, &|_| true).unwrap();
-    Model::new(config, weights, Box::new(SimdBackend::new(isa, threads).unwrap()))
+    Model::new(config, weights, Backend::simd(isa, threads).unwrap())
 }
 
 #[test]
@@ -84,8 +84,12 @@ fn sequences_decoded_together_by_several_threads() {
     let mut basic = model.basic_cache(KvDtype::F32);
     prefill(&model, &mut basic, &[1, 2, 3]);
     let mut logits = vec![0.0; 3 * 21];
-    let mut caches: [&mut dyn KvCache; 3] = [&mut first, &mut *forked, &mut basic];
-    model.decode_batch(&mut caches, &[7, 8, 7], &|| false, &mut logits).unwrap();
+    let mut steps = [
+        Sequence::new(&mut first, &[7], Logits::Last),
+        Sequence::new(&mut *forked, &[8], Logits::Last),
+        Sequence::new(&mut basic, &[7], Logits::Last),
+    ];
+    model.decode_batch(&mut steps, &|| false, &mut logits).unwrap();
     assert_eq!(bits(&logits[..21]), bits(&logits[42..]));
     assert_ne!(bits(&logits[..21]), bits(&logits[21..42]));
 }

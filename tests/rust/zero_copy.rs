@@ -48,7 +48,7 @@ fn concat_dim0_is_called_twice_a_layer_and_step_by_the_concat_cache_alone() {
     };
     let model = model(WeightDtype::F32);
     let layers = model.config().num_hidden_layers;
-    let profiler = model.backend().profiler().clone();
+    let profiler = model.backend().profiler.clone();
     for (name, mut cache) in caches(&model, KvDtype::F32) {
         profiler.reset();
         profiler.enable(true);

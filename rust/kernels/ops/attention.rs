@@ -8,6 +8,7 @@
 
 use super::float::{load_piece, pieces, store_piece};
 use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
+use half::f16;
 use std::ops::Range;
 
 /// Positions in a chunk.
@@ -18,28 +19,54 @@ const PREFETCH: usize = 6144;
 /// The largest head that the kernels hold in their fixed scratch.
 pub const MAX_HEAD_DIM: usize = 256;
 
-/// Rows of one KV head, contiguous positions: row `r` is at `r * stride`.
+/// Keys and values of one KV head at contiguous positions: that of row `r` is at `r * stride`.
+#[derive(Clone, Copy)]
 pub struct KvRun<'a, T> {
     pub k: &'a [T],
     pub v: &'a [T],
+}
+
+/// All keys and values of one KV head: its positions, cut into runs of equal length.
+#[derive(Clone, Copy)]
+pub struct KvHead<'a, T> {
+    /// In the order of positions.
+    pub runs: &'a [KvRun<'a, T>],
+    /// Positions of every run but the last, which may have fewer.
+    pub run_rows: usize,
+    /// Values between the rows of a run.
+    pub stride: usize,
+    /// Positions in all.
+    pub rows: usize,
+}
+
+/// A KV head of one or the other dtype.
+#[derive(Clone, Copy)]
+pub enum LentHead<'a> {
+    F32(KvHead<'a, f32>),
+    F16(KvHead<'a, f16>),
+}
+
+/// Contiguous positions, checked to be there.
+#[derive(Clone, Copy)]
+pub(in crate::kernels) struct Span<T> {
+    pub k: *const T, // row r at r * stride: [head_dim]
+    pub v: *const T, // the same
     pub stride: usize,
     pub rows: usize,
 }
 
-impl<T> KvRun<'_, T> {
+impl<'a, T> KvHead<'a, T> {
+    /// The contiguous positions from `position` on, `head_dim` values each, at most up to `end`.
     #[inline(always)]
-    pub(in crate::kernels) fn check(&self, head_dim: usize) {
-        let needed = match self.rows {
-            0 => 0,
-            rows => (rows - 1) * self.stride + head_dim,
-        };
-        assert!(self.k.len() >= needed && self.v.len() >= needed);
+    pub(in crate::kernels) fn span(&self, position: usize, end: usize, head_dim: usize) -> Span<T> {
+        assert!(position < end && end <= self.rows, "positions {position}..{end} of {}", self.rows);
+        let (run, inside) = (position / self.run_rows, position % self.run_rows);
+        let rows = (self.run_rows - inside).min(end - position);
+        let (run, stride) = (&self.runs[run], self.stride);
+        let (start, values) = (inside * stride, (rows - 1) * stride + head_dim);
+        let (k, v) = (&run.k[start..start + values], &run.v[start..start + values]);
+        Span { k: k.as_ptr(), v: v.as_ptr(), stride, rows }
     }
-}
-
-/// Where a kernel reads the keys and values of one KV head: the run that starts at a position.
-pub trait KvSource<T> {
-    fn run_from(&self, position: usize) -> KvRun<'_, T>;
 }
 
 /// What a chunk yields for one query head: `head_dim` weighted sums of V, the largest score, the sum
@@ -49,17 +76,16 @@ pub const fn partial_len(head_dim: usize) -> usize {
 }
 
 /// One chunk (or the part of it that a query may see), for the query heads of one KV head.
-pub struct AttentionChunk<'a, T, S> {
+pub struct AttentionChunk<'a, T> {
     pub q: &'a [f32], // [heads, head_dim]
     pub head_dim: usize,
-    pub source: &'a S,
+    pub kv: KvHead<'a, T>,
     pub positions: Range<usize>,
     pub scale: f32,
     pub partials: &'a mut [f32], // [heads, head_dim + 2]
-    pub element: std::marker::PhantomData<T>,
 }
 
-impl<T: Element, S: KvSource<T>> Kernel for AttentionChunk<'_, T, S> {
+impl<T: Element> Kernel for AttentionChunk<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
@@ -74,14 +100,7 @@ impl<T: Element, S: KvSource<T>> Kernel for AttentionChunk<'_, T, S> {
             let q = &self.q[head * width..];
             let partials = &mut self.partials[head * partial_len(width)..];
             let pair = heads - head >= 2;
-            let job = Job {
-                q,
-                width,
-                source: self.source,
-                positions: self.positions.clone(),
-                scale: self.scale,
-                element: std::marker::PhantomData::<T>,
-            };
+            let job = Job { q, width, kv: self.kv, positions: self.positions.clone(), scale: self.scale };
             match (width, pair) {
                 (128, true) => job.run::<L, 2, 8>(l, partials),
                 (128, false) => job.run::<L, 1, 8>(l, partials),
@@ -93,16 +112,15 @@ impl<T: Element, S: KvSource<T>> Kernel for AttentionChunk<'_, T, S> {
     }
 }
 
-struct Job<'a, T, S> {
+struct Job<'a, T> {
     q: &'a [f32],
     width: usize,
-    source: &'a S,
+    kv: KvHead<'a, T>,
     positions: Range<usize>,
     scale: f32,
-    element: std::marker::PhantomData<T>,
 }
 
-impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
+impl<T: Element> Job<'_, T> {
     /// `H` query heads; `P` 16-lane pieces in a row, or 0 for any width.
     #[inline(always)]
     fn run<L: Lanes, const H: usize, const P: usize>(&self, l: L, partials: &mut [f32]) {
@@ -134,33 +152,22 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
         }
     }
 
-    /// The contiguous rows from a position on, at most to the end of the chunk.
-    #[inline(always)]
-    fn run_from(&self, position: usize) -> KvRun<'_, T> {
-        let mut run = self.source.run_from(position);
-        run.check(self.width);
-        run.rows = run.rows.min(self.positions.end - position);
-        assert!(run.rows > 0, "a cache lent no rows at position {position}");
-        run
-    }
-
     /// `scores[h][t] = (q_h . k_t) * scale`.
     #[inline(always)]
     fn scores<L: Lanes, const H: usize, const P: usize>(&self, l: L, scores: &mut [[f32; CHUNK]; H]) {
         let scale = l.splat(self.scale);
         let mut position = self.positions.start;
         while position < self.positions.end {
-            let run = self.run_from(position);
+            let span = self.kv.span(position, self.positions.end, self.width);
             let first = position - self.positions.start;
             let mut row = 0;
-            while row < run.rows {
-                let n = LANES.min(run.rows - row);
+            while row < span.rows {
+                let n = LANES.min(span.rows - row);
                 let mut sums = [[l.splat(0.0); LANES]; H];
                 for r in 0..n {
-                    self.prefetch(l, &run, (run.k.as_ptr(), run.v.as_ptr()), row + r);
-                    // SAFETY: row `row + r` of the run holds `width` values (`KvRun::check`).
-                    let dots =
-                        unsafe { self.dot_row::<L, H, P>(l, run.k.as_ptr().add((row + r) * run.stride)) };
+                    self.prefetch(l, &span, (span.k, span.v), row + r);
+                    // SAFETY: row `row + r` of the span holds `width` values (`KvHead::span`).
+                    let dots = unsafe { self.dot_row::<L, H, P>(l, span.k.add((row + r) * span.stride)) };
                     for h in 0..H {
                         sums[h][r] = dots[h];
                     }
@@ -172,18 +179,18 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
                 }
                 row += n;
             }
-            position += run.rows;
+            position += span.rows;
         }
     }
 
-    /// Asks for the row that is PREFETCH bytes after row `r` of a run, or, where the run ends before,
+    /// Asks for the row that is PREFETCH bytes after row `r` of a span, or, where the span ends before,
     /// for one of those that are read next: V after K, and the next chunk's K after V.
     #[inline(always)]
-    fn prefetch<L: Lanes>(&self, l: L, run: &KvRun<'_, T>, (rows, next): (*const T, *const T), r: usize) {
+    fn prefetch<L: Lanes>(&self, l: L, span: &Span<T>, (rows, next): (*const T, *const T), r: usize) {
         let row = self.width * size_of::<T>();
         let ahead = r + PREFETCH / row;
-        let (from, at) = if ahead < run.rows { (rows, ahead) } else { (next, ahead - run.rows) };
-        let first = from.wrapping_add(at * run.stride).cast::<u8>();
+        let (from, at) = if ahead < span.rows { (rows, ahead) } else { (next, ahead - span.rows) };
+        let first = from.wrapping_add(at * span.stride).cast::<u8>();
         for line in (0..row).step_by(64) {
             l.prefetch_l2(first.wrapping_add(line));
         }
@@ -235,18 +242,18 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
         let mut acc = [[l.splat(0.0); P]; H];
         let mut position = self.positions.start;
         while position < self.positions.end {
-            let run = self.run_from(position);
+            let span = self.kv.span(position, self.positions.end, self.width);
             let first = position - self.positions.start;
-            for r in 0..run.rows {
+            for r in 0..span.rows {
                 if piece == 0 {
-                    let next = run.k.as_ptr().wrapping_add(run.rows * run.stride);
-                    self.prefetch(l, &run, (run.v.as_ptr(), next), r);
+                    let next = span.k.wrapping_add(span.rows * span.stride);
+                    self.prefetch(l, &span, (span.v, next), r);
                 }
-                // SAFETY: row r of the run holds `width` values (`KvRun::check`), of which pieces
+                // SAFETY: row r of the span holds `width` values (`KvHead::span`), of which pieces
                 // `piece..piece + P` are read, the last one in part where the width ends in it; a
                 // chunk has CHUNK >= first + rows weights.
                 unsafe {
-                    let v = run.v.as_ptr().add(r * run.stride + offset);
+                    let v = span.v.add(r * span.stride + offset);
                     for j in 0..P {
                         let n = if j + 1 == P { last } else { LANES };
                         let v = load_piece(l, v.add(j * LANES), n);
@@ -257,7 +264,7 @@ impl<T: Element, S: KvSource<T>> Job<'_, T, S> {
                     }
                 }
             }
-            position += run.rows;
+            position += span.rows;
         }
         for (h, acc) in acc.iter().enumerate() {
             let out = &mut partials[(head + h) * partial_len(width) + offset..];
@@ -373,18 +380,17 @@ impl MergeState {
 
 /// All chunks of one query position, for the query heads of one KV head: what a prefill query does,
 /// which is what the decode query at its position does.
-pub struct AttentionRow<'a, T, S> {
+pub struct AttentionRow<'a, T> {
     pub q: &'a [f32], // [heads, head_dim]
     pub head_dim: usize,
-    pub source: &'a S,
+    pub kv: KvHead<'a, T>,
     /// Positions `0..context` are seen.
     pub context: usize,
     pub scale: f32,
     pub out: &'a mut [f32], // [heads, head_dim]
-    pub element: std::marker::PhantomData<T>,
 }
 
-impl<T: Element, S: KvSource<T>> Kernel for AttentionRow<'_, T, S> {
+impl<T: Element> Kernel for AttentionRow<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
@@ -400,11 +406,10 @@ impl<T: Element, S: KvSource<T>> Kernel for AttentionRow<'_, T, S> {
                 AttentionChunk {
                     q,
                     head_dim: width,
-                    source: self.source,
+                    kv: self.kv,
                     positions: start..self.context.min(start + CHUNK),
                     scale: self.scale,
                     partials,
-                    element: self.element,
                 }
                 .run(l);
                 for h in 0..heads {

@@ -6,12 +6,11 @@
 //! then are 16 accumulators one after another, and folding them by halves is plain addition. V is
 //! accumulated position by position for several queries at a time.
 
-use super::attention::{CHUNK, KvSource, MergeState, partial_len, softmax};
+use super::attention::{AttentionRow, CHUNK, KvHead, LentHead, MergeState, partial_len, softmax};
 use crate::kernels::Isa;
 use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
 use crate::threads::Threads;
-use std::cell::RefCell;
-use std::marker::PhantomData;
+use half::f16;
 use std::ops::Range;
 
 /// The most query vectors (rows x heads of a group) in a block: a multiple of both tile heights, enough
@@ -47,67 +46,83 @@ unsafe impl Sync for Output {}
 // SAFETY: as above.
 unsafe impl Send for Output {}
 
-thread_local! {
-    /// A worker's block: it grows to the largest model's and stays.
-    static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-}
-
-/// Whether [`attention_prefill`] has a tile for this width (that of all released models, and half) and
-/// so many query heads of a KV head.
-pub fn has_tile(head_dim: usize, group: usize) -> bool {
+/// Whether there is a tile for this width (that of all released models, and half) and so many query heads
+/// of a KV head.
+fn has_tile(head_dim: usize, group: usize) -> bool {
     (head_dim == 128 || head_dim == 64) && group <= BLOCK_QUERIES
 }
 
-/// `out[rows, heads * head_dim]`: causal attention of all queries; `source` gives a KV head.
-pub fn attention_prefill<T: Element, S: KvSource<T>>(
+/// f32 words of scratch that each worker needs.
+pub fn prefill_scratch_words(head_dim: usize, group: usize) -> usize {
+    if has_tile(head_dim, group) { Buffers::sizes(BLOCK_QUERIES, head_dim).iter().sum() } else { 0 }
+}
+
+/// `out[rows, heads * head_dim]`: causal attention of all queries of one sequence; `lent` gives its KV
+/// heads, `scratch` holds [`prefill_scratch_words`] for each worker.
+pub fn attention_prefill<'a>(
     isa: Isa,
     threads: &Threads,
     queries: PrefillQueries<'_>,
-    source: &(impl Fn(usize) -> S + Sync),
+    lent: &(impl Fn(usize) -> LentHead<'a> + Sync),
+    scratch: &mut [f32],
     out: &mut [f32],
 ) {
     let n = queries;
     let group = n.num_attention_heads / n.num_key_value_heads;
     let width = n.num_attention_heads * n.head_dim;
-    assert!(has_tile(n.head_dim, group) && out.len() == n.rows * width);
-    assert!(n.rows > 0 && n.q.len() >= (n.rows - 1) * n.stride + width);
+    assert!(n.rows > 0 && n.q.len() >= (n.rows - 1) * n.stride + width && out.len() == n.rows * width);
+    if !has_tile(n.head_dim, group) {
+        each_query_alone(isa, threads, n, lent, out);
+        return;
+    }
     let even = n.rows * n.num_key_value_heads / (BLOCKS_PER_WORKER * threads.count());
     let rows_per_block = even.clamp((BLOCK_QUERIES / 6 / group).max(1), BLOCK_QUERIES / group);
     let blocks = n.rows.div_ceil(rows_per_block);
+    let words = prefill_scratch_words(n.head_dim, group);
     let out = Output(out.as_mut_ptr());
-    threads.run(blocks * n.num_key_value_heads, &|task| {
+    threads.run_with(scratch, words, blocks * n.num_key_value_heads, &|task, scratch| {
         // The last blocks see the most positions: they go first, so that no worker ends alone.
         let block = blocks - 1 - task / n.num_key_value_heads;
         let kv_head = task % n.num_key_value_heads;
         let rows = block * rows_per_block..n.rows.min((block + 1) * rows_per_block);
-        let source = source(kv_head);
-        SCRATCH.with_borrow_mut(|scratch| {
-            isa.run(Block {
-                queries: n,
-                group,
-                kv_head,
-                rows,
-                source: &source,
-                out,
-                scratch,
-                element: PhantomData,
-            });
-        });
+        match lent(kv_head) {
+            LentHead::F32(kv) => isa.run(Block { queries: n, group, kv_head, rows, kv, out, scratch }),
+            LentHead::F16(kv) => isa.run(Block { queries: n, group, kv_head, rows, kv, out, scratch }),
+        }
     });
 }
 
-struct Block<'a, T, S> {
+/// For the widths that have no tile: query by query, as decode does it.
+fn each_query_alone<'a>(
+    isa: Isa,
+    threads: &Threads,
+    n: PrefillQueries<'_>,
+    lent: &(impl Fn(usize) -> LentHead<'a> + Sync),
+    out: &mut [f32],
+) {
+    let group_width = n.num_attention_heads / n.num_key_value_heads * n.head_dim;
+    threads.for_each_row(out, group_width, 1, |i, out| {
+        let (row, kv_head) = (i / n.num_key_value_heads, i % n.num_key_value_heads);
+        let q = &n.q[row * n.stride + kv_head * group_width..][..group_width];
+        let (head_dim, scale, context) = (n.head_dim, n.scale, n.past + row + 1);
+        match lent(kv_head) {
+            LentHead::F32(kv) => isa.run(AttentionRow::<f32> { q, head_dim, kv, context, scale, out }),
+            LentHead::F16(kv) => isa.run(AttentionRow::<f16> { q, head_dim, kv, context, scale, out }),
+        }
+    });
+}
+
+struct Block<'a, T> {
     queries: PrefillQueries<'a>,
     group: usize,
     kv_head: usize,
     rows: Range<usize>,
-    source: &'a S,
+    kv: KvHead<'a, T>,
     out: Output,
-    scratch: &'a mut Vec<f32>,
-    element: PhantomData<T>,
+    scratch: &'a mut [f32],
 }
 
-impl<T: Element, S: KvSource<T>> Kernel for Block<'_, T, S> {
+impl<T: Element> Kernel for Block<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
@@ -133,29 +148,31 @@ struct Buffers<'a> {
 }
 
 impl<'a> Buffers<'a> {
-    fn new(scratch: &'a mut Vec<f32>, queries: usize, head_dim: usize) -> Self {
-        let sizes = [
+    /// f32 words of each, for so many query vectors.
+    fn sizes(queries: usize, head_dim: usize) -> [usize; 6] {
+        [
             queries * head_dim,
             CHUNK * head_dim,
             CHUNK * head_dim,
             queries * CHUNK,
             queries * partial_len(head_dim),
             queries * head_dim,
-        ];
-        let needed = sizes.iter().sum();
-        if scratch.len() < needed {
-            *scratch = vec![0.0; needed];
-        }
-        let (q, rest) = scratch.split_at_mut(sizes[0]);
-        let (keys, rest) = rest.split_at_mut(sizes[1]);
-        let (values, rest) = rest.split_at_mut(sizes[2]);
-        let (scores, rest) = rest.split_at_mut(sizes[3]);
-        let (partials, rest) = rest.split_at_mut(sizes[4]);
-        Self { q, keys, values, scores, partials, sums: &mut rest[..sizes[5]] }
+        ]
+    }
+
+    fn new(scratch: &'a mut [f32], queries: usize, head_dim: usize) -> Self {
+        let mut rest = scratch;
+        let parts = Self::sizes(queries, head_dim).map(|size| {
+            let (part, left) = std::mem::take(&mut rest).split_at_mut(size);
+            rest = left;
+            part
+        });
+        let [q, keys, values, scores, partials, sums] = parts;
+        Self { q, keys, values, scores, partials, sums }
     }
 }
 
-impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
+impl<T: Element> Block<'_, T> {
     /// `P` pieces of 16 in a head; tiles of `M` queries by `N` vectors.
     #[inline(always)]
     fn attend<L: Lanes, const P: usize, const M: usize, const N: usize>(self, l: L) {
@@ -174,8 +191,8 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
         let context = sees(count - 1);
         for start in (0..context).step_by(CHUNK) {
             let end = context.min(start + CHUNK);
-            transpose_keys::<L, T, S>(l, self.source, start..end, width, b.keys);
-            copy_values::<L, T, S, N>(l, self.source, start..end, width, b.values);
+            transpose_keys::<L, T>(l, self.kv, start..end, width, b.keys);
+            copy_values::<L, T, N>(l, self.kv, start..end, width, b.values);
             let mut visible = [0; BLOCK_QUERIES]; // positions of the chunk that query vector i sees
             for (i, visible) in visible.iter_mut().enumerate().take(count) {
                 *visible = sees(i).min(end).saturating_sub(start);
@@ -249,31 +266,30 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
 /// Keys of up to CHUNK positions to `[positions / 16][head_dim][16]`; what fills up the last 16
 /// positions is a repeat of the last one, and masked by the caller.
 #[inline(always)]
-fn transpose_keys<L: Lanes, T: Element, S: KvSource<T>>(
+fn transpose_keys<L: Lanes, T: Element>(
     l: L,
-    source: &S,
+    kv: KvHead<'_, T>,
     positions: Range<usize>,
     width: usize,
     out: &mut [f32],
 ) {
-    let last = positions.end - 1;
-    let mut run = source.run_from(positions.start);
-    let mut run_start = positions.start;
+    let (last, end) = (positions.end - 1, positions.end);
+    let mut span = kv.span(positions.start, end, width);
+    let mut span_start = positions.start;
     assert!(out.len() >= positions.len().next_multiple_of(LANES) * width);
     for (block, first) in positions.step_by(LANES).enumerate() {
         let mut rows = [std::ptr::null::<T>(); LANES];
         for (i, row) in rows.iter_mut().enumerate() {
             let position = last.min(first + i);
-            if position >= run_start + run.rows {
-                run = source.run_from(position);
-                run_start = position;
+            if position >= span_start + span.rows {
+                span = kv.span(position, end, width);
+                span_start = position;
             }
-            run.check(width);
-            *row = run.k[(position - run_start) * run.stride..][..width].as_ptr();
+            *row = span.k.wrapping_add((position - span_start) * span.stride);
         }
         for piece in 0..width / LANES {
             let mut tile = [l.splat(0.0); LANES];
-            // SAFETY: each row holds `width` values; `out` holds 16 x width for each 16 positions.
+            // SAFETY: each row holds `width` values (`KvHead::span`); `out` holds 16 x width for each 16 positions.
             unsafe {
                 for i in 0..LANES {
                     tile[i] = T::load(l, rows[i].add(piece * LANES));
@@ -386,9 +402,9 @@ fn add_tiles<L: Lanes, const M: usize, const N: usize>(
 /// Values of up to CHUNK positions to f32, `[width / 16 N][CHUNK][16 N]`: what a tile reads is
 /// contiguous, and widened once for all queries of the block.
 #[inline(always)]
-fn copy_values<L: Lanes, T: Element, S: KvSource<T>, const N: usize>(
+fn copy_values<L: Lanes, T: Element, const N: usize>(
     l: L,
-    source: &S,
+    kv: KvHead<'_, T>,
     positions: Range<usize>,
     width: usize,
     out: &mut [f32],
@@ -396,23 +412,20 @@ fn copy_values<L: Lanes, T: Element, S: KvSource<T>, const N: usize>(
     assert!(positions.len() <= CHUNK && out.len() >= CHUNK * width);
     let mut position = positions.start;
     while position < positions.end {
-        let run = source.run_from(position);
-        run.check(width);
-        let rows = run.rows.min(positions.end - position);
-        assert!(rows > 0, "a cache lent no rows at position {position}");
-        for r in 0..rows {
+        let span = kv.span(position, positions.end, width);
+        for r in 0..span.rows {
             let t = position - positions.start + r;
             for piece in 0..width / LANES {
-                // SAFETY: row r of the run holds `width` values (`KvRun::check`); t < CHUNK, and
+                // SAFETY: row r of the span holds `width` values (`KvHead::span`); t < CHUNK, and
                 // piece / N < width / 16 N.
                 unsafe {
-                    let v = T::load(l, run.v.as_ptr().add(r * run.stride + piece * LANES));
+                    let v = T::load(l, span.v.add(r * span.stride + piece * LANES));
                     let at = ((piece / N * CHUNK + t) * N + piece % N) * LANES;
                     l.store(out.as_mut_ptr().add(at), v);
                 }
             }
         }
-        position += rows;
+        position += span.rows;
     }
 }
 

@@ -1,7 +1,7 @@
 //! What several test files need.
 #![allow(dead_code)] // each test file uses a part of it
 
-use qwen_rs::backend::{Backend, ScalarBackend, SimdBackend};
+use qwen_rs::backend::Backend;
 use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
 use qwen_rs::loader::{Checkpoint, load_weights};
@@ -19,20 +19,20 @@ pub fn golden(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-pub fn load(name: &str, dtype: WeightDtype, backend: Box<dyn Backend>) -> Model {
+pub fn load(name: &str, dtype: WeightDtype, backend: Backend) -> Model {
     let checkpoint = Checkpoint::open(&golden(name)).unwrap();
     let config = checkpoint.config().clone();
-    let (isa, threads) = (backend.isa(), backend.threads());
+    let (isa, threads) = (backend.isa, &backend.threads);
     let weights = load_weights(&config, &checkpoint, dtype, isa, threads, &|_| true).unwrap();
     Model::new(config, weights, backend)
 }
 
 pub fn scalar(name: &str, dtype: WeightDtype) -> Model {
-    load(name, dtype, Box::new(ScalarBackend::new().unwrap()))
+    load(name, dtype, Backend::scalar().unwrap())
 }
 
 pub fn simd(name: &str, dtype: WeightDtype, isa: Isa, threads: usize) -> Model {
-    load(name, dtype, Box::new(SimdBackend::new(isa, threads).unwrap()))
+    load(name, dtype, Backend::simd(isa, threads).unwrap())
 }
 
 /// Tokens that look random and are the same everywhere.

@@ -1,8 +1,41 @@
-//! Counts and time per operation, split into prefill and decode. Off by default; when it is on it
-//! costs two clock readings per operation and never allocates.
+//! What a forward pass runs on: an instruction set, a set of workers, and counters.
+//!
+//! Whatever the first two are, the results are the same bits; the counters tell what each operation took.
 
+use crate::error::Result;
+use crate::kernels::Isa;
+use crate::threads::Threads;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
+
+pub struct Backend {
+    name: &'static str,
+    pub isa: Isa,
+    pub threads: Threads,
+    /// Shared with the caches that count their own operations.
+    pub profiler: Arc<Profiler>,
+}
+
+impl Backend {
+    /// The portable kernels on one thread.
+    pub fn scalar() -> Result<Self> {
+        Ok(Self { name: "scalar", ..Self::simd(Isa::PORTABLE, 1)? })
+    }
+
+    /// The kernels of an instruction set, on `threads` workers.
+    ///
+    /// # Errors
+    /// As [`Threads::new`].
+    pub fn simd(isa: Isa, threads: usize) -> Result<Self> {
+        Ok(Self { name: "simd", isa, threads: Threads::new(threads)?, profiler: Arc::default() })
+    }
+
+    /// The name on the command line and in the metrics.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+}
 
 /// The operations of a forward pass, in data-flow order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,10 +50,10 @@ pub enum Op {
     /// A copy of a layer's cache, for a cache that cannot lend.
     Materialize,
     Attention,
-    /// Rows made ready for a matmul, where no other operation leaves them so.
+    /// Quantizing (or copying) the rows that `o_proj` reads; elsewhere the operation before does it.
     Activations,
     OProj,
-    /// Both products, SiLU and what `down_proj` reads.
+    /// Both products, SiLU and the activations that `down_proj` reads.
     GateUpProj,
     DownProj,
     LmHead,
@@ -42,6 +75,14 @@ const OPS: [(Op, &str); 13] = [
     (Op::LmHead, "lm_head"),
 ];
 
+impl Op {
+    /// The name in the table of `--trace-ops`.
+    pub fn name(self) -> &'static str {
+        OPS[self as usize].1
+    }
+}
+
+/// A pass with rows of a prompt is a prefill; one of decode steps alone is a decode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     Prefill,
@@ -62,7 +103,8 @@ struct Counter {
     nanoseconds: AtomicU64,
 }
 
-/// Shared by a model's backend and its caches.
+/// Counts and time per operation, split into prefill and decode. Off by default; when it is on it costs
+/// two clock readings per operation and never allocates.
 #[derive(Default)]
 pub struct Profiler {
     enabled: AtomicBool,
@@ -75,8 +117,13 @@ impl Profiler {
         self.enabled.store(enabled, Ordering::Relaxed);
     }
 
-    pub fn set_phase(&self, phase: Phase) {
-        self.decode.store(phase == Phase::Decode, Ordering::Relaxed);
+    /// What operations are booked as from now on; returns what it was. Only the pass whose turn it is calls
+    /// this.
+    pub fn set_phase(&self, phase: Phase) -> Phase {
+        match self.decode.swap(phase == Phase::Decode, Ordering::Relaxed) {
+            true => Phase::Decode,
+            false => Phase::Prefill,
+        }
     }
 
     /// Runs `f`, counted as `op`.
