@@ -9,7 +9,6 @@ import operator
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, overload
 
@@ -17,56 +16,14 @@ from .._core import Cache, Model, Pool
 from ..checkpoint.chat_template import ChatTemplate, Message, split_reasoning
 from ..checkpoint.source import end_of_sequence_ids, generation_config, resolve
 from ..checkpoint.tokenizer import Tokenizer
-from .arguments import checked_keywords
+from .arguments import checked_keywords, one_of
 from .metrics import Metrics
+from .options import BACKENDS, BLOCK_ROWS, DTYPES, KV, KV_DTYPES, MAX_BATCH
+from .outputs import ChatOutput, Output, Piece
 from .sampling_params import SamplingParams
-from .sequence import Piece, SequenceState
-
-__all__ = ["LLM", "ChatOutput", "Output", "Piece"]
+from .sequence import SequenceState
 
 Prompt = str | Sequence[int]
-BLOCK_ROWS = 64
-"""Rows of a block of the paged cache."""
-MAX_BATCH = 16
-"""Sequences that are decoded together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """A finished generation.
-
-    Attributes:
-        text: the text, without stop strings and end-of-sequence tokens.
-        token_ids: the tokens generated, the one that ended the sequence included.
-        finish_reason: ``stop`` (an end-of-sequence token or a stop string) or ``length``.
-        stop_reason: the token id or the string that ended it, None for ``length``.
-        prompt_token_ids: the tokens of the prompt.
-        logprobs: for each token the log probabilities (nats) of it and the likeliest, by token id; None
-            unless ``SamplingParams.logprobs`` asks for them.
-        metrics: what it took.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: int | str | None
-    prompt_token_ids: list[int]
-    logprobs: list[dict[int, float]] | None
-    metrics: Metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOutput(Output):
-    """A finished answer.
-
-    Attributes:
-        content: the answer.
-        reasoning: the thinking before it, or None. With ``finish_reason`` ``length`` and an empty
-            answer, thinking took all of ``max_tokens``.
-    """
-
-    content: str
-    reasoning: str | None
 
 
 class LLM:
@@ -117,18 +74,18 @@ class LLM:
         self,
         model: str | os.PathLike[str] = "demo",
         *,
-        dtype: str = "q8_0",
-        kv: str = "basic",
-        kv_dtype: str = "f32",
-        backend: str = "simd",
+        dtype: str = DTYPES[0],
+        kv: str = KV[0],
+        kv_dtype: str = KV_DTYPES[0],
+        backend: str = BACKENDS[0],
         threads: int | None = None,
         max_context: int | None = None,
         progress: Callable[[float], object] | None = None,
     ) -> None:
-        if kv not in ("basic", "paged", "concat"):
-            raise ValueError(f"kv must be basic, paged or concat, not {kv!r}")
-        if kv_dtype not in ("f32", "f16"):
-            raise ValueError(f"kv_dtype must be f32 or f16, not {kv_dtype!r}")
+        one_of("dtype", dtype, DTYPES)
+        one_of("kv", kv, KV)
+        one_of("kv_dtype", kv_dtype, KV_DTYPES)
+        one_of("backend", backend, BACKENDS)
         if backend == "scalar" and threads not in (None, 1):
             raise ValueError(f"the scalar backend has one thread, not {threads}")
         if threads is not None and threads < 1:
@@ -385,13 +342,19 @@ class LLM:
             params=params,
             tokenizer=self.tokenizer,
             end_ids=self.eos_token_ids,
-            context=self.max_context,
+            max_context=self.max_context,
             cache=cache,
             cached_tokens=cached_tokens,
         )
 
     def _resolve(self, params: SamplingParams | None) -> SamplingParams:
-        return (params or SamplingParams()).resolved(self.generation_config)
+        params = params or SamplingParams()
+        vocab = int(self.config["vocab_size"])
+        for token in params.stop_token_ids or ():
+            if token >= vocab:
+                raise ValueError(f"stop_token_ids: token id {token} is outside the vocabulary of {vocab}")
+        where = str(self.directory / "generation_config.json")
+        return params.resolved(self.generation_config, where)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         vocab = int(self.config["vocab_size"])
