@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import DEMO
+from conftest import DEMO, GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_rs import LLM, ModelError, SamplingParams
+from qwen_rs import LLM, ChatOutput, ModelError, Output, SamplingParams
+from qwen_rs.engine import generation
+from qwen_rs.engine.sampling_params import choice_seed
 from qwen_rs.engine.stop_strings import StopStrings
 
 FREE = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -264,3 +266,364 @@ def test_a_bad_value_in_generation_config_fails_only_calls_that_use_it(tmp_path:
 def test_top_k_of_minus_one_in_generation_config_is_off() -> None:
     config = {"do_sample": True, "top_k": -1}
     assert SamplingParams().resolved(config).top_k == 0
+
+
+# --- What counts as a prompt. ---
+
+ANYTHING_ELSE = [
+    {}, {"prompt": "Emma"}, {"Emma": 1}.keys(), {5: 6}.keys(), {5: 6}.values(), {5, 6}, frozenset("x"),
+    b"", b"Emma", bytearray(b"Emma"), memoryview(b"Emma"), None, 5, 1.5, True, object(), iter(["Emma"]),
+    np.int64(5), np.array(5),
+]  # fmt: skip
+NO_IDS = [
+    "", [], (), range(0), np.array([], int), np.array([]), [1.5], [5, "x"], [True], [5, None], [[5]], [-1],
+    [4096], [2**70], ["x"], [b"x"], np.array([1.5]), np.array([True]), np.array([[5]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ANYTHING_ELSE, ids=repr)
+def test_what_is_no_prompt_is_a_value_error_everywhere(demo: LLM, wrong: Any) -> None:
+    calls = [demo.generate, demo.stream, lambda x: demo.generate(["Emma", x])]
+    if not isinstance(wrong, int | float | np.int64):  # [5] is a prompt
+        calls.append(lambda x: demo.generate([x]))
+    for call in calls:
+        with pytest.raises(ValueError, match="prompt"):
+            call(wrong)
+
+
+@pytest.mark.parametrize("wrong", NO_IDS, ids=repr)
+def test_a_prompt_of_no_tokens_or_of_something_else_is_a_value_error(demo: LLM, wrong: Any) -> None:
+    for call in (demo.stream, lambda x: demo.generate([x]), lambda x: demo.generate(["Emma", x])):
+        with pytest.raises(ValueError, match=r"prompt|token id"):
+            call(wrong)
+
+
+def test_lists_of_prompts(demo: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0)
+    alone = [demo.generate(prompt, params).token_ids for prompt in ("Emma", [5, 6])]
+    for prompts in (["Emma", [5, 6]], ("Emma", (5, 6)), ["Emma", np.array([5, 6])], ["Emma", range(5, 7)]):
+        assert [o.token_ids for o in demo.generate(prompts, params)] == alone  # type: ignore[call-overload]
+    for empty in ([], (), np.array([], dtype=str), np.empty((0, 3), int)):
+        assert demo.generate(empty) == []  # no prompts
+    for empty_prompt in (np.array([], int), np.array([]), [[]], [()], [""]):
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            demo.generate(empty_prompt)  # type: ignore[call-overload]
+    numbers = np.array([[5, 6], [5, 6]])
+    assert [o.token_ids for o in demo.generate(numbers, params)] == [alone[1]] * 2  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"max_tokens": 3}, 0, 5, "", "greedy", False, b"", (x for x in ()), object()]
+)
+def test_params_of_another_kind_are_a_type_error(demo: LLM, wrong: Any) -> None:
+    for call in (demo.generate, demo.stream, demo.start):
+        with pytest.raises(TypeError, match="params must be SamplingParams"):
+            call("Emma", wrong)
+    for prompts in ([], ["Emma"], ["Emma", "Emma"]):
+        with pytest.raises(TypeError, match="params must be SamplingParams"):
+            demo.generate(prompts, wrong)
+        with pytest.raises((TypeError, ValueError), match="params"):
+            demo.generate(prompts, [wrong] * len(prompts) or [wrong])
+
+
+def test_an_empty_model_name_is_not_the_current_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DEMO)
+    with pytest.raises(ValueError, match="model"):
+        LLM("")
+    assert LLM(".").max_context == 2048
+
+
+@pytest.mark.parametrize("name", ["threads", "max_context"])
+def test_sizes_of_an_llm_are_whole_numbers(name: str) -> None:
+    for wrong in (0, -1, 1.5, True, "1", 10**23, np.float32(1)):
+        with pytest.raises(ValueError, match=name):
+            LLM("demo", **{name: wrong})
+    assert LLM("demo", **{name: np.int64(2)}).model.threads
+    for option in ("dtype", "kv", "kv_dtype", "backend"):
+        for value in ("f8", "", None, 3, ["f32"]):
+            with pytest.raises(ValueError, match=f"^{option} must be"):
+                LLM("demo", **{option: value})
+
+
+# --- The context holds the prompt and the output. ---
+
+
+@pytest.mark.parametrize("kv", ["basic", "paged", "concat"])
+def test_prompt_and_output_fit_the_context(kv: str) -> None:
+    llm = LLM("demo", kv=kv, max_context=10)
+    endless = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    for length in range(1, 10):
+        ids = list(range(5, 5 + length))
+        for output in (llm.generate(ids, endless), *llm.generate([ids, [9] * length], endless)):
+            assert len(output.prompt_token_ids) + len(output.token_ids) == 10
+            assert output.finish_reason == "length"
+        assert sum(len(piece.token_ids) for piece in llm.stream(ids, endless)) == 10 - length
+    for length in (10, 11, 3000):
+        with pytest.raises(ValueError, match=f"{length} tokens .* context of 10"):
+            llm.generate([5] * length)
+
+
+def test_the_models_own_context_can_be_filled() -> None:
+    llm = LLM("demo")
+    endless = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)
+    output = llm.generate([5] * 2040, endless)
+    assert len(output.token_ids) == 8 and output.finish_reason == "length"
+    # The core itself takes a prompt of the whole context: its logits are wanted, not another token.
+    assert llm.model.prefill(llm.model.new_cache(), [5] * 2048).shape == (1, 4096)
+
+
+# --- Each sequence draws for itself; with a seed its draws are fixed. ---
+
+SAMPLED = {"max_tokens": 16, "temperature": 1.0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("kv", ["basic", "paged"])
+def test_without_a_seed_each_sequence_draws_its_own(kv: str) -> None:
+    llm = LLM("demo", kv=kv)
+    outputs = llm.generate(["Emma"] * 20, SamplingParams(**SAMPLED))  # more than are decoded together
+    choices = llm.generate("Emma", SamplingParams(**SAMPLED, n=20))
+    again = llm.generate("Emma", SamplingParams(**SAMPLED))
+    everyone = [*outputs, *choices, again]  # type: ignore[misc]
+    assert len({tuple(o.token_ids) for o in everyone}) == 41
+    assert len({o.metrics.seed for o in everyone}) == 41
+    for output in everyone[::10]:  # and each can be had again
+        alone = llm.generate("Emma", SamplingParams(**SAMPLED, seed=output.metrics.seed))
+        assert alone.token_ids == output.token_ids
+
+
+def test_with_a_seed_a_prompt_of_a_list_gives_what_it_gives_alone(demo: LLM) -> None:
+    params = SamplingParams(**SAMPLED, seed=3)
+    alone = demo.generate("Emma", params)
+    assert alone.metrics.seed == 3
+    together = demo.generate(["Emma", "Mr. Darcy", "Emma"], params)
+    assert together[0].token_ids == together[2].token_ids == alone.token_ids
+
+
+def test_choices_are_the_first_ones_own_and_streams_of_the_seed(demo: LLM) -> None:
+    alone = demo.generate("Emma", SamplingParams(**SAMPLED, seed=3))
+    choices: Any = demo.generate("Emma", SamplingParams(**SAMPLED, seed=3, n=18))
+    assert [o.metrics.seed for o in choices] == [choice_seed(3, i) for i in range(18)]
+    assert choices[0].token_ids == alone.token_ids
+    assert len({tuple(o.token_ids) for o in choices}) == 18
+    fewer: Any = demo.generate(["Mr. Darcy", "Emma"], SamplingParams(**SAMPLED, seed=3, n=2))
+    assert [len(several) for several in fewer] == [2, 2]
+    assert [o.token_ids for o in fewer[1]] == [o.token_ids for o in choices[:2]]
+    # Written down here, so that they stay: SHA-256 of seed and choice, 8 bytes each, little-endian.
+    assert [choice_seed(3, i) for i in range(3)] == [3, 12990599282712802971, 11181645376746785971]
+    assert choice_seed(2**64 - 1, 1) < 2**64 and choice_seed(2**64 - 1, 0) == 2**64 - 1
+    for call in (demo.stream, demo.start):
+        with pytest.raises(ValueError, match="n must be 1"):
+            call("Emma", SamplingParams(n=2))
+
+
+def test_params_may_be_a_list_one_for_each_prompt(demo: LLM) -> None:
+    each = [
+        SamplingParams(**SAMPLED, seed=1),
+        SamplingParams(max_tokens=3, temperature=0),
+        SamplingParams(**FREE, stop="e"),
+    ]
+    outputs = demo.generate(["Emma"] * 3, each)
+    assert outputs == [
+        replace(o, metrics=mine.metrics) for o, mine in zip(alone(demo, each), outputs, strict=True)
+    ]
+    mixed: Any = demo.generate(["Emma"] * 3, (each[0], replace(each[0], n=2), each[1]))
+    assert [isinstance(o, list) for o in mixed] == [False, True, False]
+    assert mixed[0].token_ids == mixed[1][0].token_ids
+    assert demo.generate("Emma", each[:1]).token_ids == outputs[0].token_ids
+    assert demo.generate([], []) == []
+    for prompts, count in (("Emma", 0), ("Emma", 2), (["Emma"], 0), (["Emma"] * 2, 3), ([], 1)):
+        with pytest.raises(ValueError, match=f"{count} params for"):
+            demo.generate(prompts, [SamplingParams()] * count)  # type: ignore[call-overload]
+
+
+def alone(llm: LLM, each: list[SamplingParams]) -> list[Output]:
+    return [llm.generate("Emma", params) for params in each]
+
+
+# --- Conversations. ---
+
+CHAT = (GOLDEN / "chat" / "chat_template.jinja").read_text(encoding="utf-8")
+REFUSAL = "{{- raise_exception('unknown role ' + message.role) }}"
+DROPPING = CHAT.replace(REFUSAL, "")
+"""As Qwen3's own: what has an unknown role is left out."""
+QUESTIONS = ["Why is the sky blue?", "Who is Emma?", "\N{SNOWMAN} 你好"]
+
+
+def asking(question: str, *before: tuple[str, str]) -> list[dict[str, Any]]:
+    turns = [*before, ("user", question)]
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LLM]:
+    """The demo with a chat template."""
+
+    def make(template: str) -> LLM:
+        copy = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("chat") / "m"))
+        (copy / "chat_template.jinja").write_text(template, encoding="utf-8")
+        return LLM(copy, threads=1)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def chat(chatting: Callable[[str], LLM]) -> LLM:
+    return chatting(DROPPING)
+
+
+def same(a: Any, b: Any) -> bool:
+    return bool(a == replace(b, metrics=a.metrics))
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+def test_a_list_of_conversations_is_a_list_of_answers(
+    chat: LLM, form: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversations = [
+        asking(q, ("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?")) for q in QUESTIONS
+    ]
+    conversations.append(asking("Why?"))
+    together: list[int] = []
+    run = generation.generate
+    monkeypatch.setattr(generation, "generate", lambda m, s: [together.append(len(s)), run(m, s)][1])
+    for params in (SamplingParams(**FREE), SamplingParams(**SAMPLED, seed=5)):
+        for thinking in (None, False):
+            together.clear()
+            answers = chat.chat(form(map(form, conversations)), params, enable_thinking=thinking)
+            assert together == [4]
+            assert all(isinstance(answer, ChatOutput) for answer in answers)
+            one_by_one = [chat.chat(c, params, enable_thinking=thinking) for c in conversations]
+            assert all(map(same, answers, one_by_one)) and len(answers) == 4
+    assert same(chat.chat([conversations[0]], params)[0], chat.chat(conversations[0], params))
+    (first, second), alone = (
+        chat.chat([conversations[0]], SamplingParams(**SAMPLED, seed=5, n=2))[0],
+        chat.chat(conversations[0], SamplingParams(**SAMPLED, seed=5)),
+    )
+    assert same(first, alone) and not same(second, alone)
+    each = [SamplingParams(**FREE), SamplingParams(max_tokens=2, seed=1)]
+    for answer, conversation, params in zip(
+        chat.chat(conversations[:2], each), conversations, each, strict=False
+    ):
+        assert same(answer, chat.chat(conversation, params))
+
+
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [], (), [[]], [[USER], []], None, 5, "Hi", b"Hi", {}, USER, ["Hi"], [5], [None], iter([USER]),
+        {1: USER}, [USER, "Hi"], [USER, [USER]], [[USER], USER], [[USER], "Hi"], [[[USER]]], [["Hi"]],
+        [USER, None], [{}], [{"role": "user"}], [{"content": "Hi"}], [{"role": None, "content": "Hi"}],
+        [{"role": 5, "content": "Hi"}], [{"role": "user", "contents": "Hi"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": b"Hi"}], [{"role": "user", "content": {"type": "text", "text": "Hi"}}],
+        [{"role": "user", "content": iter("Hi")}],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_conversation_is_a_value_error_that_says_what_is_expected(chat: LLM, wrong: Any) -> None:
+    for call in (chat.chat, chat.render_chat):
+        with pytest.raises(ValueError, match=r"^messages\b.*\b(conversation|messages|text)\b"):
+            call(wrong)
+
+
+def test_content_may_be_a_list_of_text_parts(chat: LLM) -> None:
+    def parts(*texts: str) -> Any:
+        return [{"type": "text", "text": text} for text in texts]
+
+    for texts in (["Why is the sky blue?"], ["Why", "is the sky", ""], []):
+        listed = [
+            {"role": "system", "content": parts("Be brief.")},
+            {"role": "user", "content": parts(*texts)},
+        ]
+        plain = asking("\n".join(texts), ("system", "Be brief."))
+        assert chat.render_chat(listed) == chat.render_chat(plain)
+        assert same(chat.chat(listed, SamplingParams(**FREE)), chat.chat(plain, SamplingParams(**FREE)))
+    image = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+    for content, kind in (
+        ([*parts("What is this?"), image], "image_url"),
+        ([{"type": "input_audio"}], "input_audio"),
+        ([{"text": "no type"}], "None"),
+        ([{"type": "text", "text": 5}], "text"),
+        ([{"type": "text"}], "text"),
+        (["Hi"], "str"),
+        ([None], "NoneType"),
+    ):
+        with pytest.raises(ValueError, match=rf"messages\[0\]: content has a part of type '?{kind}"):
+            chat.chat([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("role", ["developer", "assitant", "User", "function", "", "a b'c"])
+def test_a_role_that_the_template_leaves_out_is_an_error(chat: LLM, role: str) -> None:
+    turn = {"role": role, "content": "Answer in French."}
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+    for messages in (
+        [turn],
+        [turn, USER],
+        [USER, turn],
+        [USER, turn, USER, turn],
+        [USER, calling, turn],
+        [{"role": "user", "content": turn["content"]}, turn],  # the same text stands elsewhere
+        [{**turn, "content": [{"type": "text", "text": "a"}]}, USER],
+    ):
+        for call in (chat.chat, chat.render_chat, lambda m: chat.chat([[USER], m])):
+            with pytest.raises(ValueError, match=re.escape(repr(role))) as error:
+                call(messages)
+    assert "it reads system, user, assistant, tool" in str(error.value)
+
+
+TEMPLATES = {
+    "as transformers tests it": DROPPING,
+    "refusing": CHAT,
+    "changed": "{% for m in messages %}{{ m.role | title }}{{ m.content | upper | tojson }}{% endfor %}",
+    "shortened": "{% for m in messages %}{{ m.content[:1] }}{% endfor %}",
+    "counted": "{% for m in messages %}{{ m.content | length }}{% endfor %}",
+    "the last": "{{ messages[-1].content }}",
+    "in turns": "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('user and assistant take turns') }}{% endif %}{{ m.content }}{% endfor %}",
+    "no empty one": "{% for m in messages %}{% if m.content %}{{ m.content }}{% endif %}{% endfor %}",
+    "the calls alone": "{% for m in messages %}{{ m.tool_calls if m.tool_calls else m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_no_alarm_for_what_a_template_changes_or_for_what_is_empty(
+    chatting: Callable[[str], LLM], name: str
+) -> None:
+    llm = chatting(TEMPLATES[name])
+    assert llm.chat_template is not None
+    calling = {"role": "assistant", "content": "a", "tool_calls": [{"name": "f", "arguments": {}}]}
+    conversations: list[list[dict[str, Any]]] = [
+        asking("Hi"),
+        asking("a"),
+        asking("Hi", ("user", "Hi"), ("assistant", "<think>\nhm\n</think>\n\n Hello!  ")),
+        asking("Hi", ("user", ""), ("assistant", " \n")),
+        asking(""),
+    ]
+    if name not in ("in turns", "the last"):
+        conversations += [asking("Hi", ("system", "")), [USER, calling, {"role": "tool", "content": "5"}]]
+        conversations += [[USER, {**calling, "content": None}], [USER, calling, calling]]
+    for messages in conversations:
+        if name == "in turns":
+            messages = messages[1:] if messages[0]["role"] != "user" else messages
+        if name == "the last":
+            messages = messages[-1:]
+        try:
+            expected = llm.chat_template.render(messages)
+        except ValueError:
+            with pytest.raises(ValueError, match="refuses"):
+                llm.render_chat(messages)
+        else:
+            assert llm.render_chat(messages) == expected
+
+
+def test_no_alarm_for_what_transformers_renders(chat: LLM) -> None:
+    cases = json.loads((GOLDEN / "chat" / "rendered.json").read_text(encoding="utf-8"))
+    for case in cases:
+        options = {k: v for k, v in case["options"].items() if k in ("enable_thinking", "tools")}
+        assert chat.chat_template is not None
+        assert chat.render_chat(case["messages"], **options) == chat.chat_template.render(
+            case["messages"], **options
+        )

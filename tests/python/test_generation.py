@@ -164,10 +164,10 @@ def test_reasoning_is_told_apart() -> None:
     assert split_reasoning("Yes.") == (None, "Yes.")
 
 
-@pytest.mark.parametrize("prompt", ["", [], [-1], [4096], [2**70], ["x"], list(range(2049))])
+@pytest.mark.parametrize("prompt", ["", [], [-1], [4096], [2**70], ["x"], list(range(2048))])
 def test_bad_prompts_are_value_errors(demo: LLM, prompt: object) -> None:
     with pytest.raises(ValueError):
-        demo._outputs([prompt], None)  # type: ignore[list-item]
+        demo.generate([prompt])  # type: ignore[list-item]
 
 
 def test_core_refuses_what_does_not_fit(demo: LLM) -> None:
