@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -17,7 +20,7 @@ from conftest import DEMO, GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_rs import LLM, ChatOutput, ModelError, Output, SamplingParams
+from qwen_rs import LLM, ChatOutput, ModelError, Output, SamplingParams, load_snapshot, save_snapshot
 from qwen_rs.engine import generation
 from qwen_rs.engine.sampling_params import choice_seed
 from qwen_rs.engine.stop_strings import StopStrings
@@ -627,3 +630,64 @@ def test_no_alarm_for_what_transformers_renders(chat: LLM) -> None:
         assert chat.render_chat(case["messages"], **options) == chat.chat_template.render(
             case["messages"], **options
         )
+
+
+# --- Snapshot files of other dtypes. ---
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (2, "BF16"),
+        (2, "F16"),
+        (1, "F8_E4M3"),
+        (1, "F8_E5M2"),
+        (1, "F8_E8M0"),
+        (8, "F64"),
+        (4, "I32"),
+        (1, "U8"),
+        (1, "BOOL"),
+    ],
+)
+@pytest.mark.parametrize("which", ["layers.0.k", "layers.3.v"])
+def test_a_snapshot_of_another_dtype_is_a_model_error(
+    demo: LLM, tmp_path: Path, dtype: str, size: int, which: str
+) -> None:
+    model, cache, path = demo.model, demo.model.new_cache(), tmp_path / "s"
+    model.prefill(cache, [1, 2, 3])
+    save_snapshot(path, model, cache)
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    head = json.loads(data[8 : 8 + length])
+    body, start = b"", 0
+    for name in sorted(head.keys() - {"__metadata__"}, key=lambda name: head[name]["data_offsets"][0]):
+        count = 4
+        if name == which:
+            head[name]["dtype"], count = dtype, size
+        rows, width = head[name]["shape"]
+        part = bytes(rows * width * count)
+        head[name]["data_offsets"], start = [start, start + len(part)], start + len(part)
+        body += part
+    text = json.dumps(head).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + body)
+    fresh = model.new_cache()
+    with pytest.raises(ModelError, match=rf"^{re.escape(str(path))}: {which} is {dtype}, not F32"):
+        load_snapshot(path, model, fresh)
+    assert fresh.seq_len == 0
+
+
+# --- Systems without the resource module. ---
+
+
+def test_the_package_imports_and_counts_without_the_resource_module() -> None:
+    program = """
+import sys
+sys.modules["resource"] = None  # as on Windows: importing it is an ImportError
+from pathlib import Path
+Path.exists = lambda self: False  # no /proc either
+import qwen_rs, qwen_rs.cli, qwen_rs.bench
+from qwen_rs.engine.metrics import peak_rss_bytes
+print(peak_rss_bytes())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "None\n", result.stderr
