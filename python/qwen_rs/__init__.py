@@ -23,8 +23,9 @@ from ._core import (
 )
 from .checkpoint.chat_template import ChatTemplate, Message
 from .checkpoint.tokenizer import Tokenizer
-from .engine.llm import LLM, ChatOutput, Output, Piece
+from .engine.llm import LLM
 from .engine.metrics import Metrics
+from .engine.outputs import ChatOutput, Output, Piece
 from .engine.sampling_params import SamplingParams
 from .engine.snapshot import load_snapshot, save_snapshot
 

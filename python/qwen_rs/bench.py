@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from ._core import Cache, Model, default_threads
 from .checkpoint.source import DEMO, resolve
+from .engine.options import BLOCK_ROWS, DTYPES, KV, KV_DTYPES
 
 DECODE_STEPS = 16
 """Decode steps of one repetition."""
@@ -117,7 +118,8 @@ class Bench:
 
     def cache(self, rows: int) -> Cache:
         if self.kv == "paged":
-            return self.model.new_pool(rows // 64 + 2, kv_dtype=self.kv_dtype).new_cache()
+            pool = self.model.new_pool(rows // BLOCK_ROWS + 2, block_rows=BLOCK_ROWS, kv_dtype=self.kv_dtype)
+            return pool.new_cache()
         return self.model.new_cache(self.kv, kv_dtype=self.kv_dtype)
 
     def prompt(self, length: int) -> list[int]:
@@ -250,9 +252,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("-d", "--depth", type=numbers, default=[0, 512], metavar="N,..", help="decode depths")
     p.add_argument("-b", "--batch", type=numbers, default=[1, 4, 8], metavar="N,..", help="batch sizes")
     p.add_argument("--threads", type=numbers, metavar="N,..", help="default: all that this process may use")
-    p.add_argument("--dtype", default="q8_0", choices=["q8_0", "bf16", "f32"], help="weights (%(default)s)")
-    p.add_argument("--kv", default="basic", choices=["basic", "paged", "concat"], help="(%(default)s)")
-    p.add_argument("--kv-dtype", default="f16", choices=["f32", "f16"], help="(%(default)s)")
+    p.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="weights (%(default)s)")
+    p.add_argument("--kv", default=KV[0], choices=KV, help="(%(default)s)")
+    p.add_argument("--kv-dtype", default="f16", choices=KV_DTYPES, help="(%(default)s)")
     p.add_argument("-r", "--repetitions", type=int, default=5, metavar="N", help="(%(default)s)")
     p.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG (needs qwen-rs[plot])")

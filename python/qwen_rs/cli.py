@@ -15,6 +15,7 @@ from ._core import CacheError, ModelError, default_threads
 from .checkpoint.source import DEMO
 from .engine.llm import LLM
 from .engine.metrics import trace_table
+from .engine.options import BACKENDS, DTYPES, KV, KV_DTYPES
 from .engine.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
 DEMO_PROMPT = "It is a truth universally acknowledged, that"
@@ -68,16 +69,12 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     think.add_argument("--think", dest="think", action="store_true", default=None, help="let the model think")
     think.add_argument("--no-think", dest="think", action="store_false", help="answer without thinking")
     engine = p.add_argument_group("engine")
+    engine.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="weights (%(default)s)")
+    engine.add_argument("--kv", default=KV[0], choices=KV, help="KV cache (%(default)s)")
     engine.add_argument(
-        "--dtype", default="q8_0", choices=["q8_0", "bf16", "f32"], help="weights (%(default)s)"
+        "--kv-dtype", default=KV_DTYPES[0], choices=KV_DTYPES, help="what the cache stores (%(default)s)"
     )
-    engine.add_argument(
-        "--kv", default="basic", choices=["basic", "paged", "concat"], help="KV cache (%(default)s)"
-    )
-    engine.add_argument(
-        "--kv-dtype", default="f32", choices=["f32", "f16"], help="what the cache stores (%(default)s)"
-    )
-    engine.add_argument("--backend", default="simd", choices=["simd", "scalar"], help="kernels (%(default)s)")
+    engine.add_argument("--backend", default=BACKENDS[0], choices=BACKENDS, help="kernels (%(default)s)")
     engine.add_argument("--threads", type=int, metavar="N", help="default: all that this process may use")
     engine.add_argument("--trace-ops", action="store_true", help="print calls and milliseconds per operation")
     engine.add_argument("--metrics", default="text", choices=["text", "json", "none"], help="(%(default)s)")

@@ -144,7 +144,7 @@ def one_line(result: subprocess.CompletedProcess[str], status: int, *parts: str)
         (["generate", "--temperature", "nan"], ["temperature"]),
         (["generate", "--top-p", "1.5"], ["top_p"]),
         (["generate", "--min-p", "2"], ["min_p"]),
-        (["generate", "--top-k", "-1"], ["top_k"]),
+        (["generate", "--top-k", "-2"], ["top_k"]),
         (["generate", "--repeat-penalty", "0"], ["repetition_penalty"]),
         (["generate", "--seed", "-1"], ["seed"]),
         (["generate", "--stop", ""], ["stop"]),

@@ -39,6 +39,9 @@ def high_level(llm: LLM) -> list[int]:
     output: Output = llm.generate("Emma", params)
     several: list[Output] = llm.generate(["Emma", "Mr. Darcy"], params)
     by_ids: Output = llm.generate([5, 6, 7], params)
+    own: list[Output] = llm.generate(["Emma", "Mr. Darcy"], [params, SamplingParams(max_tokens=2)])
+    choices = llm.generate("Emma", SamplingParams(max_tokens=4, seed=1, n=2, stop_token_ids=[5]))
+    assert isinstance(choices, list) and len(choices) == len(own) == 2  # n above 1: a list
     metrics: Metrics = output.metrics
     speed: float | None = metrics.decode_tokens_per_second
     logprobs: list[dict[int, float]] | None = output.logprobs
@@ -58,6 +61,8 @@ def chat(llm: LLM) -> str:
     assert llm.chat_template is None
     try:
         answer: ChatOutput = llm.chat(messages, enable_thinking=False)
+        answers: list[ChatOutput] = llm.chat([messages, messages])
+        assert len(answers) == 2
     except ValueError:  # the demo has no template
         return template.render(messages)
     return answer.content

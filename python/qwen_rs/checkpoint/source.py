@@ -24,9 +24,12 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     (``HF_HOME``, ``HF_TOKEN``, ``HF_HUB_OFFLINE``).
 
     Raises:
+        ValueError: the name is empty.
         OSError: there is no such directory, or the hub cannot give the model; the message says why.
     """
     name = os.fspath(model)
+    if not name:
+        raise ValueError("model must be a directory, a hub id or 'demo', not ''")
     if name == DEMO:
         return Path(__file__).parents[1] / "demo"
     path = Path(name).expanduser()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import stat
 from collections.abc import Iterator, Sequence
@@ -106,6 +107,12 @@ class Tokenizer:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(f"{self._path}: {what}: {reason}") from None
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The texts of the special tokens, which ``decode`` leaves out, by id."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {i: self.decode([i], skip_special_tokens=False) for i in added if added[i].special}
+
     def token_id(self, token: str) -> int | None:
         """The id of one token, or None."""
         return self._tokenizer.token_to_id(token)
@@ -154,41 +161,3 @@ class StreamDecoder:
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._before)
         return self._tokenizer.decode(self._before + self._held)[len(before) :]
-
-
-class StopStrings:
-    """Finds stop strings in streamed text and holds back what may be the beginning of one.
-
-    >>> stops = StopStrings(["END"])
-    >>> stops.push("the E"), stops.push("ND and on")
-    (('the ', None), ('', 'END'))
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = tuple(stop)
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """``(text that is surely before any stop string, the stop string that was found)``."""
-        self._held += text
-        # The one that begins first; of two that begin together, the longer.
-        found = [(self._held.find(s), -len(s), s) for s in self._stop if s in self._held]
-        if found:
-            at, _, stop = min(found)
-            text, self._held = self._held[:at], ""
-            return text, stop
-        keep = max((_overlap(self._held, s) for s in self._stop), default=0)
-        text = self._held[: len(self._held) - keep]
-        self._held = self._held[len(text) :]
-        return text, None
-
-    def flush(self) -> str:
-        """What was held back and turned out to begin no stop string."""
-        text, self._held = self._held, ""
-        return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` with which ``stop`` begins."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -3,70 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-import numbers
-import operator
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, cast, overload
 
-from .._core import Cache, Model, Pool
+from .._core import Model
 from ..checkpoint.chat_template import ChatTemplate, Message, split_reasoning
 from ..checkpoint.source import end_of_sequence_ids, generation_config, resolve
 from ..checkpoint.tokenizer import Tokenizer
-from .arguments import checked_keywords
+from . import generation
+from .arguments import checked_keywords, one_of, shown, whole
+from .conversations import as_conversation, as_conversations, refuse_unread_roles
 from .metrics import Metrics
+from .options import BACKENDS, DTYPES, KV, KV_DTYPES, MAX_BATCH
+from .outputs import ChatOutput, Output, Piece
+from .prompts import Prompt, as_list, check_ids, token_ids
 from .sampling_params import SamplingParams
-from .sequence import Piece, SequenceState
+from .sequence import SequenceState
 
-__all__ = ["LLM", "ChatOutput", "Output", "Piece"]
-
-Prompt = str | Sequence[int]
-BLOCK_ROWS = 64
-"""Rows of a block of the paged cache."""
-MAX_BATCH = 16
-"""Sequences that are decoded together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """A finished generation.
-
-    Attributes:
-        text: the text, without stop strings and end-of-sequence tokens.
-        token_ids: the tokens generated, the one that ended the sequence included.
-        finish_reason: ``stop`` (an end-of-sequence token or a stop string) or ``length``.
-        stop_reason: the token id or the string that ended it, None for ``length``.
-        prompt_token_ids: the tokens of the prompt.
-        logprobs: for each token the log probabilities (nats) of it and the likeliest, by token id; None
-            unless ``SamplingParams.logprobs`` asks for them.
-        metrics: what it took.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    stop_reason: int | str | None
-    prompt_token_ids: list[int]
-    logprobs: list[dict[int, float]] | None
-    metrics: Metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOutput(Output):
-    """A finished answer.
-
-    Attributes:
-        content: the answer.
-        reasoning: the thinking before it, or None. With ``finish_reason`` ``length`` and an empty
-            answer, thinking took all of ``max_tokens``.
-    """
-
-    content: str
-    reasoning: str | None
+Params = SamplingParams | Sequence[SamplingParams] | None
+"""Settings of all prompts, or of each."""
 
 
 class LLM:
@@ -80,7 +40,8 @@ class LLM:
         kv_dtype: what the cache stores: ``f32`` or ``f16``.
         backend: ``simd`` (the best kernels, all threads) or ``scalar`` (portable kernels, one thread).
         threads: worker threads; None: as many as this process may use.
-        max_context: the most tokens of prompt and output together; None: what the model allows.
+        max_context: the most tokens of prompt and output together, the last token generated included;
+            None: what the model allows.
         progress: called with the share of the weights that is loaded, 0 to 1.
 
     Attributes:
@@ -117,22 +78,22 @@ class LLM:
         self,
         model: str | os.PathLike[str] = "demo",
         *,
-        dtype: str = "q8_0",
-        kv: str = "basic",
-        kv_dtype: str = "f32",
-        backend: str = "simd",
+        dtype: str = DTYPES[0],
+        kv: str = KV[0],
+        kv_dtype: str = KV_DTYPES[0],
+        backend: str = BACKENDS[0],
         threads: int | None = None,
         max_context: int | None = None,
         progress: Callable[[float], object] | None = None,
     ) -> None:
-        if kv not in ("basic", "paged", "concat"):
-            raise ValueError(f"kv must be basic, paged or concat, not {kv!r}")
-        if kv_dtype not in ("f32", "f16"):
-            raise ValueError(f"kv_dtype must be f32 or f16, not {kv_dtype!r}")
+        one_of("dtype", dtype, DTYPES)
+        one_of("kv", kv, KV)
+        one_of("kv_dtype", kv_dtype, KV_DTYPES)
+        one_of("backend", backend, BACKENDS)
+        threads = None if threads is None else whole("threads", threads, 1)
+        max_context = None if max_context is None else whole("max_context", max_context, 1)
         if backend == "scalar" and threads not in (None, 1):
             raise ValueError(f"the scalar backend has one thread, not {threads}")
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, not {threads}")
         started = time.perf_counter()
         self.directory = resolve(model)
         self._model: Model | None = Model.load(
@@ -145,7 +106,7 @@ class LLM:
         self.config: dict[str, Any] = self._model.config
         self.kv, self.kv_dtype = kv, kv_dtype
         most = int(self.config["max_position_embeddings"])
-        if max_context is not None and not 1 <= max_context <= most:
+        if max_context is not None and max_context > most:
             raise ValueError(f"max_context must be 1 to {most}, not {max_context}")
         self.max_context = most if max_context is None else max_context
         self.load_ms = 1000 * (time.perf_counter() - started)
@@ -177,35 +138,48 @@ class LLM:
         self.close()
 
     @overload
-    def generate(self, prompts: str | Sequence[int], params: SamplingParams | None = None) -> Output: ...
+    def generate(self, prompts: str | Sequence[int], params: Params = None) -> Output: ...
     @overload
-    def generate(
-        self, prompts: list[str] | list[list[int]], params: SamplingParams | None = None
-    ) -> list[Output]: ...
+    def generate(self, prompts: list[str] | list[list[int]], params: Params = None) -> list[Output]: ...
 
-    def generate(self, prompts: Any, params: SamplingParams | None = None) -> Output | list[Output]:
+    def generate(self, prompts: Any, params: Params = None) -> Output | list[Output]:
         """Generates from a prompt, or from a list of prompts together.
 
-        A prompt is text or a list of token ids. Each output of a list is bit-identical to that of its
-        prompt alone.
+        A prompt is text or token ids (a list, a tuple, a range or a NumPy array). Each output of a list
+        is bit-identical to that of its prompt alone: with a seed, prompts that are the same have the
+        same output; without one, each draws for itself.
+
+        Args:
+            prompts: a prompt, or a list of them; an empty list gives an empty list.
+            params: settings of all prompts, or a list with those of each.
+
+        Returns:
+            An output, or a list of one for each prompt. Where ``n`` is above 1, a list of n outputs
+            stands in place of the one: the first is what ``n=1`` gives for the same seed. (No type says
+            so, as ``n`` is a value: ``isinstance(outputs, list)`` tells a type checker.)
 
         Raises:
-            ValueError: a prompt is empty, longer than the context, or has an id outside the
-                vocabulary.
+            ValueError: a prompt is none, is empty, has an id outside the vocabulary, or leaves no room
+                in the context; there are not as many params as prompts.
+            TypeError: params are no :class:`SamplingParams`.
             CacheError: the cache has no room.
+            ModelError: ``generation_config.json`` has a value that cannot be used.
 
         >>> llm = LLM("demo")
         >>> params = SamplingParams(max_tokens=5, seed=1)
         >>> one, two = llm.generate(["Emma", "Mr. Darcy"], params)
         >>> one.token_ids == llm.generate("Emma", params).token_ids
         True
+        >>> first, second = llm.generate("Emma", SamplingParams(max_tokens=5, seed=1, n=2))
+        >>> first.token_ids == one.token_ids, second.token_ids == one.token_ids
+        (True, False)
         >>> llm.generate("")
         Traceback (most recent call last):
         ValueError: the prompt is empty
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)):
-            return self._outputs([prompts], params)[0]
-        return self._outputs(list(prompts), params)
+        listed, single = as_list(prompts)
+        outputs = self._outputs(listed, params)
+        return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Generates piece by piece: whole characters as soon as they are complete.
@@ -214,7 +188,7 @@ class LLM:
         time.
 
         Raises:
-            as ``generate``, before the first piece.
+            as ``generate``, before the first piece; ValueError too for ``n`` above 1.
 
         >>> llm = LLM("demo")
         >>> pieces = list(llm.stream("Emma", SamplingParams(max_tokens=5, seed=1)))
@@ -233,31 +207,59 @@ class LLM:
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
 
-    @checked_keywords
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        params: Params = None,
         *,
         enable_thinking: bool | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
-    ) -> ChatOutput:
-        """Answers a conversation, through the checkpoint's chat template.
+    ) -> ChatOutput: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: Params = None,
+        *,
+        enable_thinking: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> list[ChatOutput]: ...
+
+    @checked_keywords
+    def chat(
+        self,
+        messages: Any,
+        params: Params = None,
+        *,
+        enable_thinking: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> ChatOutput | list[ChatOutput]:
+        """Answers a conversation, or a list of conversations together, through the chat template.
 
         Args:
-            messages: turns with ``role`` and ``content``.
+            messages: turns with ``role`` and ``content``, which is text or a list of text parts
+                (``{"type": "text", "text": ...}``, joined by line ends); or a list of such lists.
             params: as for ``generate``.
             enable_thinking: the template's thinking switch; None leaves it to the template.
             tools: descriptions of functions that the model may call.
 
+        Returns:
+            An answer, or a list of one for each conversation; ``n`` as for ``generate``.
+
         Raises:
-            ValueError: the checkpoint has no template, or the template refuses the messages; and as
-                ``generate``.
+            ValueError: the checkpoint has no template, the template refuses the messages or leaves
+                out those of a role; and as ``generate``.
         """
-        prompt = self.render_chat(messages, enable_thinking=enable_thinking, tools=tools)
-        output = self.generate(prompt, params)
-        reasoning, content = split_reasoning(output.text, opened=prompt.rstrip().endswith("<think>"))
-        return ChatOutput(**vars(output), reasoning=reasoning, content=content)
+        conversations, single = as_conversations(messages)
+        prompts = [self.render_chat(c, enable_thinking=enable_thinking, tools=tools) for c in conversations]
+        answers = [
+            cast(ChatOutput, [_answer(prompt, o) for o in output])
+            if isinstance(output, list)
+            else _answer(prompt, output)
+            for prompt, output in zip(prompts, self._outputs(prompts, params), strict=True)
+        ]
+        return answers[0] if single else answers
 
     def render_chat(
         self,
@@ -266,18 +268,37 @@ class LLM:
         enable_thinking: bool | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt that ``chat`` generates from.
+        """The prompt that ``chat`` generates from, of one conversation.
 
         Raises:
             ValueError: as ``chat``.
         """
         if self.chat_template is None:
             raise ValueError(f"{self.directory}: the checkpoint has no chat template")
-        return self.chat_template.render(messages, enable_thinking=enable_thinking, tools=tools)
+        conversation = as_conversation(messages)
+        render = functools.partial(self.chat_template.render, enable_thinking=enable_thinking, tools=tools)
+        return refuse_unread_roles(render, conversation)
 
-    def output(self, state: SequenceState) -> Output:
+    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> SequenceState:
+        """A sequence whose pieces ``pieces`` gives and whose output ``output`` gives at the end.
+
+        Raises:
+            as ``stream``.
+        """
+        (own,) = self._params_of_each(params, 1)
+        if own.n != 1:
+            raise ValueError(f"a stream is one sequence: n must be 1, not {own.n}")
+        return self._start([(self._encode(prompt), self._resolved(own, 0))])[0]
+
+    def pieces(self, sequence: SequenceState) -> Iterator[Piece]:
+        """The pieces of a sequence until it ends."""
+        for _, text in generation.generate(self.model, [sequence]):
+            if text or sequence.finish_reason is not None:
+                yield sequence.piece(text)
+
+    def output(self, sequence: SequenceState) -> Output:
         """The output of a sequence that has ended."""
-        assert state.finish_reason is not None and state.params.seed is not None
+        assert sequence.finish_reason is not None and sequence.params.seed is not None
         model = self.model
         metrics = Metrics(
             backend=model.backend,
@@ -286,134 +307,100 @@ class LLM:
             dtype=model.dtype,
             kv_cache=self.kv,
             kv_dtype=self.kv_dtype,
-            forward_ms=tuple(state.forward_ms),
-            prompt_tokens=len(state.prompt_ids),
-            cached_tokens=state.cached_tokens,
-            generated_tokens=len(state.token_ids),
-            finish_reason=state.finish_reason,
+            forward_ms=tuple(sequence.forward_ms),
+            prompt_tokens=len(sequence.prompt_ids),
+            cached_tokens=sequence.cached_tokens,
+            generated_tokens=len(sequence.token_ids),
+            finish_reason=sequence.finish_reason,
             load_ms=self.load_ms,
             weight_bytes=model.weight_bytes,
-            kv_bytes=state.cache.kv_bytes,
-            seed=state.params.seed,
+            kv_bytes=sequence.cache.kv_bytes,
+            seed=sequence.params.seed,
         )
         return Output(
-            text=state.text,
-            token_ids=state.token_ids,
-            finish_reason=state.finish_reason,
-            stop_reason=state.stop_reason,
-            prompt_token_ids=list(state.prompt_ids),
-            logprobs=None if state.params.logprobs is None else state.logprobs,
+            text=sequence.text,
+            token_ids=sequence.token_ids,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            prompt_token_ids=list(sequence.prompt_ids),
+            logprobs=None if sequence.params.logprobs is None else sequence.logprobs,
             metrics=metrics,
         )
 
-    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> SequenceState:
-        """A sequence whose pieces ``pieces`` gives and whose output ``output`` gives at the end."""
-        return self._start(self._encode(prompt), self._resolve(params), self._caches(1)[0])
-
-    def pieces(self, state: SequenceState) -> Iterator[Piece]:
-        """The pieces of a sequence until it ends."""
-        model = self.model
-        text = self._prefill(state)
-        while state.finish_reason is None:
-            if text:
-                yield state.piece(text)
-            started = time.perf_counter()
-            logits = model.decode(state.cache, state.token_ids[-1])
-            text = state.take(logits, 1000 * (time.perf_counter() - started))
-        yield state.piece(text)
-
-    def _prefill(self, state: SequenceState) -> str:
-        """The first forward pass: all of the prompt that the cache does not hold."""
-        started = time.perf_counter()
-        logits = self.model.prefill(state.cache, state.prompt_ids[state.cached_tokens :])
-        return state.take(logits[0], 1000 * (time.perf_counter() - started))
-
-    def _outputs(self, prompts: Sequence[Prompt], params: SamplingParams | None) -> list[Output]:
-        if not prompts:
-            return []
-        resolved = self._resolve(params)
+    def _outputs(self, prompts: Sequence[Prompt], params: Params) -> list[Output]:
+        """For each prompt its output; where ``n`` is above 1 a list of n, as ``generate`` says."""
+        each = self._params_of_each(params, len(prompts))
         encoded = [self._encode(prompt) for prompt in prompts]  # all are checked before work begins
-        outputs: list[Output | None] = [None] * len(prompts)
-        for first in range(0, len(prompts), MAX_BATCH):
-            batch = encoded[first : first + MAX_BATCH]
-            caches, shared = self._batch_caches(batch)
-            states = [
-                self._start(ids, resolved, cache, shared) for ids, cache in zip(batch, caches, strict=True)
-            ]
-            for state in states:
-                self._prefill(state)
-            while active := [s for s in states if s.finish_reason is None]:
-                started = time.perf_counter()
-                logits = self.model.decode_batch([s.cache for s in active], [s.token_ids[-1] for s in active])
-                milliseconds = 1000 * (time.perf_counter() - started)
-                for state, row in zip(active, logits, strict=True):
-                    state.take(row, milliseconds)
-            for i, state in enumerate(states, first):
-                outputs[i] = self.output(state)
-        return [output for output in outputs if output is not None]
-
-    def _batch_caches(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Cache], int]:
-        """A cache for each prompt, and how many first tokens all of them hold already."""
-        if self.kv != "paged" or len(prompts) == 1:
-            return self._caches(len(prompts)), 0
-        pool = self._pool(len(prompts))
-        # The last token of a prompt is always run: its logits are needed.
-        shared = min(_common(prompts), min(map(len, prompts)) - 1)
-        if shared == 0:
-            return [pool.new_cache() for _ in prompts], 0
-        first = pool.new_cache()
-        self.model.prefill(first, prompts[0][:shared])
-        return [first.fork() for _ in prompts], shared
-
-    def _caches(self, count: int) -> list[Cache]:
-        if self.kv == "paged":
-            pool = self._pool(count)
-            return [pool.new_cache() for _ in range(count)]
-        return [self.model.new_cache(self.kv, kv_dtype=self.kv_dtype) for _ in range(count)]
-
-    def _pool(self, sequences: int) -> Pool:
-        # Room for all contexts at their longest, and a block each for copies on write; blocks take
-        # memory when they are used.
-        blocks = sequences * (-(-self.max_context // BLOCK_ROWS) + 1)
-        return self.model.new_pool(blocks, block_rows=BLOCK_ROWS, kv_dtype=self.kv_dtype)
-
-    def _start(
-        self, ids: Sequence[int], params: SamplingParams, cache: Cache, cached_tokens: int = 0
-    ) -> SequenceState:
-        return SequenceState(
-            prompt_ids=ids,
-            params=params,
-            tokenizer=self.tokenizer,
-            end_ids=self.eos_token_ids,
-            context=self.max_context,
-            cache=cache,
-            cached_tokens=cached_tokens,
+        for own in each:
+            self._resolved(own, 0)
+        wanted = (
+            (ids, self._resolved(own, choice))
+            for ids, own in zip(encoded, each, strict=True)
+            for choice in range(own.n or 1)
         )
+        flat: list[Output] = []
+        while batch := list(itertools.islice(wanted, MAX_BATCH)):
+            sequences = self._start(batch)
+            for _ in generation.generate(self.model, sequences):
+                pass
+            flat += map(self.output, sequences)
+        outputs = iter(flat)
+        return [
+            next(outputs) if own.n == 1 else cast(Output, list(itertools.islice(outputs, own.n or 1)))
+            for own in each
+        ]
 
-    def _resolve(self, params: SamplingParams | None) -> SamplingParams:
-        return (params or SamplingParams()).resolved(self.generation_config)
+    def _start(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[SequenceState]:
+        """Sequences that ``generation.generate`` runs together."""
+        prompts = [ids for ids, _ in requests]
+        caches, cached = generation.caches(self.model, self.kv, self.kv_dtype, prompts, self.max_context)
+        return [
+            SequenceState(
+                prompt_ids=ids,
+                params=params,
+                tokenizer=self.tokenizer,
+                end_ids=self.eos_token_ids,
+                max_context=self.max_context,
+                cache=cache,
+                cached_tokens=cached,
+            )
+            for (ids, params), cache in zip(requests, caches, strict=True)
+        ]
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        vocab = int(self.config["vocab_size"])
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [_token_id(t) for t in prompt]
+    def _params_of_each(self, params: Any, prompts: int) -> list[SamplingParams]:
+        listed = isinstance(params, list | tuple)
+        for own in params if listed else [params]:
+            if not isinstance(own, SamplingParams | None):
+                raise TypeError(f"params must be SamplingParams or a list of them, not {shown(own)}")
+        if listed and len(params) != prompts:
+            raise ValueError(f"{len(params)} params for {prompts} prompts")
+        each = params if listed else [params] * prompts
+        return [SamplingParams() if own is None else own for own in each]
+
+    def _resolved(self, params: SamplingParams, choice: int) -> SamplingParams:
+        try:
+            check_ids(list(params.stop_token_ids or ()), int(self.config["vocab_size"]))
+        except ValueError as error:
+            raise ValueError(f"stop_token_ids: {error}") from None
+        where = str(self.directory / "generation_config.json")
+        return params.resolved(self.generation_config, where, choice=choice)
+
+    def _encode(self, prompt: Any) -> list[int]:
+        vocab_size = int(self.config["vocab_size"])
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+            check_ids(ids, vocab_size)
+        else:
+            ids = token_ids(prompt, vocab_size)
         if not ids:
             raise ValueError("the prompt is empty")
-        for token in ids:
-            if not 0 <= token < vocab:
-                raise ValueError(f"token id {token} is outside the vocabulary of {vocab}")
-        if len(ids) > self.max_context:
-            raise ValueError(f"the prompt has {len(ids)} tokens, more than the context of {self.max_context}")
+        if len(ids) >= self.max_context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and leaves no room in the context of {self.max_context}"
+            )
         return ids
 
 
-def _token_id(value: Any) -> int:
-    try:
-        return operator.index(value)  # numpy's integers too
-    except TypeError:
-        raise ValueError(f"{value!r} is not a token id") from None
-
-
-def _common(prompts: Sequence[Sequence[int]]) -> int:
-    """How many first tokens all prompts have in common."""
-    columns = zip(*prompts, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+def _answer(prompt: str, output: Output) -> ChatOutput:
+    reasoning, content = split_reasoning(output.text, opened=prompt.rstrip().endswith("<think>"))
+    return ChatOutput(**vars(output), reasoning=reasoning, content=content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,13 +104,17 @@ class Metrics:
         }
 
 
-def peak_rss_bytes() -> int:
-    """The most memory that this process has had resident."""
+def peak_rss_bytes() -> int | None:
+    """The most memory that this process has had resident; None where the system does not say."""
     status = Path("/proc/self/status")
     if status.exists():  # unlike getrusage, not inherited from the process that started this one
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -9,24 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._core import Cache, Sampler
-from ..checkpoint.tokenizer import StopStrings, StreamDecoder, Tokenizer
+from ..checkpoint.tokenizer import StreamDecoder, Tokenizer
+from .outputs import Piece
 from .sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A piece of streamed text.
-
-    Attributes:
-        text: whole characters; never a part of a stop string.
-        token_ids: the tokens generated since the last piece. The text of a token may come with a
-            later piece.
-        finish_reason: with the last piece ``stop`` or ``length``, before that None.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
+from .stop_strings import StopStrings
 
 
 def log_probabilities(logits: NDArray[np.float32], token: int, count: int) -> dict[int, float]:
@@ -48,7 +34,7 @@ class SequenceState:
     params: SamplingParams
     tokenizer: Tokenizer
     end_ids: frozenset[int]
-    context: int
+    max_context: int
     cache: Cache
     token_ids: list[int] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
@@ -62,6 +48,7 @@ class SequenceState:
         p = self.params
         assert p.temperature is not None and p.top_k is not None and p.top_p is not None  # resolved
         assert p.min_p is not None and p.repetition_penalty is not None and p.seed is not None
+        assert p.presence_penalty is not None and p.frequency_penalty is not None
         self._sampler = Sampler(
             temperature=p.temperature,
             top_k=p.top_k,
@@ -74,7 +61,11 @@ class SequenceState:
             prompt=self.prompt_ids if p.repetition_penalty != 1 else (),
         )
         self._decoder = StreamDecoder(self.tokenizer)
-        self._stops = StopStrings(p.stop_strings)
+        self._stops = StopStrings(tuple(p.stop or ()), self.tokenizer.special_tokens.values())
+        # End-of-sequence tokens and stop tokens end the text alike.
+        self._ends = frozenset(p.stop_token_ids or ()) | (frozenset() if p.ignore_eos else self.end_ids)
+        room = self.max_context - len(self.prompt_ids)
+        self._most = room if p.max_tokens is None else min(p.max_tokens, room)
         self._told = 0
 
     def take(self, logits: NDArray[np.float32], milliseconds: float) -> str:
@@ -84,13 +75,13 @@ class SequenceState:
         self.token_ids.append(token)
         if self.params.logprobs is not None:
             self.logprobs.append(log_probabilities(logits, token, self.params.logprobs))
-        if token in self.end_ids and not self.params.ignore_eos:
+        if token in self._ends:
             return self._end("stop", token, "")
-        text, stop = self._stops.push(self._decoder.push(token))
+        special = self.tokenizer.special_tokens.get(token, "")
+        text, stop = self._stops.push(self._decoder.push(token), special)
         if stop is not None:
             return self._end("stop", stop, text, flush=False)
-        in_context = len(self.prompt_ids) + len(self.token_ids) <= self.context
-        if len(self.token_ids) >= self.params.max_tokens or not in_context:
+        if len(self.token_ids) >= self._most:
             return self._end("length", None, text)
         self.text += text
         return text
@@ -100,8 +91,9 @@ class SequenceState:
             last, stop = self._stops.push(self._decoder.flush())
             text += last
             if stop is None:
-                text += self._stops.flush()
-            else:
+                last, stop = self._stops.flush()
+                text += last
+            if stop is not None:
                 reason, cause = "stop", stop
         self.finish_reason, self.stop_reason = reason, cause
         self.text += text

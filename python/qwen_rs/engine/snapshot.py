@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from .._core import Cache, Model, ModelError
@@ -68,11 +70,7 @@ def load_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> N
                 raise ModelError(f"{name}: the snapshot belongs to another model or weight dtype")
             layers = []
             for i in range(int(model.config["num_hidden_layers"])):
-                k, v = file.get_tensor(f"layers.{i}.k"), file.get_tensor(f"layers.{i}.v")
-                if not (k.dtype == v.dtype == np.float32 and k.ndim == v.ndim == 2):
-                    raise ModelError(f"{name}: layer {i} is not F32 rows")
-                if not (np.isfinite(k).all() and np.isfinite(v).all()):
-                    raise ModelError(f"{name}: layer {i} holds NaN or infinity")
+                k, v = (_rows(name, file, f"layers.{i}.{part}") for part in "kv")
                 layers.append((k, v))
     except safetensors.SafetensorError as error:
         raise ModelError(f"{name}: not a whole snapshot: {error}") from None
@@ -80,3 +78,16 @@ def load_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> N
         model.restore(cache, layers)
     except ValueError as error:
         raise ModelError(f"{name}: {error}") from None
+
+
+def _rows(path: str, file: Any, name: str) -> NDArray[np.float32]:
+    stored = file.get_slice(name)
+    dtype, shape = stored.get_dtype(), stored.get_shape()
+    if dtype != "F32":  # NumPy has no name for some that there are
+        raise ModelError(f"{path}: {name} is {dtype}, not F32")
+    if len(shape) != 2:
+        raise ModelError(f"{path}: {name} has the shape {shape}, not [rows, kv_width]")
+    rows: NDArray[np.float32] = file.get_tensor(name)
+    if not np.isfinite(rows).all():
+        raise ModelError(f"{path}: {name} holds NaN or infinity")
+    return rows

@@ -1,0 +1,16 @@
+"""The engine's options: their choices, of which the first is the default, and its sizes."""
+
+from __future__ import annotations
+
+DTYPES = ("q8_0", "bf16", "f32")
+"""How weights are kept."""
+KV = ("basic", "paged", "concat")
+"""KV caches."""
+KV_DTYPES = ("f32", "f16")
+"""What a KV cache stores."""
+BACKENDS = ("simd", "scalar")
+"""Kernels."""
+BLOCK_ROWS = 64
+"""Rows of a block of the paged cache."""
+MAX_BATCH = 16
+"""Sequences that are decoded together."""
