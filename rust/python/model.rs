@@ -288,10 +288,12 @@ impl Model {
         heavy(py, |_| self.0.restore(&mut **cache.lock()?, &layers))
     }
 
-    /// Starts counting operations, from nothing, or stops.
+    /// Starts counting operations, from nothing, or stops; what was counted stays to be read.
     fn trace_ops(&self, enabled: bool) {
         let profiler = &self.0.backend().profiler;
-        profiler.reset();
+        if enabled {
+            profiler.reset();
+        }
         profiler.enable(enabled);
     }
 

@@ -42,7 +42,8 @@ def test_this_machine_reproduces_the_stored_bits(isa: str) -> None:
         "import json, test_identity as t\n"
         "print(json.dumps({f'{d} {k}': t.demo_bits(d, 2, k) for d in t.DTYPES for k in ('f32', 'f16')}))"
     )
-    environment = os.environ | {"QWEN_RS_ISA": isa, "PYTHONPATH": os.path.dirname(__file__)}
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    environment = os.environ | {"QWEN_RS_ISA": isa, "PYTHONPATH": path}
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import config, write
 from conftest import DEMO
 
-from qwen_rs import LLM, CacheError, Model, SamplingParams
+from qwen_rs import LLM, CacheError, Model, ModelError, SamplingParams, load_snapshot, save_snapshot
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 # Some hundred milliseconds a pass of 512 rows: long enough to come in the middle of one.
@@ -348,8 +348,6 @@ def scaled(directory: Path, name: str, factor: float, **fields: object) -> Path:
 def test_02_logits_that_are_not_finite_are_an_error_that_names_the_operation(
     tmp_path: Path, name: str, factor: float, where: str, dtype: str
 ) -> None:
-    from qwen_rs import ModelError
-
     directory = scaled(tmp_path, name, factor)
     try:
         model = Model.load(directory, dtype=dtype)
@@ -402,6 +400,18 @@ def test_03_restore_refuses_what_does_not_fit(demo: LLM, tmp_path: Path) -> None
     model.prefill(from_half, list(range(40)))
     model.restore(half, model.snapshot(from_half))
     assert np.array_equal(model.decode(half, 7), model.decode(from_half, 7))
+
+
+@pytest.mark.parametrize("dtypes", [("f32", "f16"), ("f16", "f32")])
+def test_03_a_snapshot_goes_into_a_cache_of_its_own_dtype(
+    demo: LLM, tmp_path: Path, dtypes: tuple[str, str]
+) -> None:
+    cache, other = (demo.model.new_cache(kv_dtype=dtype) for dtype in dtypes)
+    demo.model.prefill(cache, list(range(40)))
+    save_snapshot(tmp_path / "s", demo.model, cache)
+    with pytest.raises(ModelError, match=f"of a cache of {dtypes[0]}, this one is {dtypes[1]}"):
+        load_snapshot(tmp_path / "s", demo.model, other)
+    assert other.seq_len == 0
 
 
 @pytest.mark.parametrize("name", ["layernorm", "q_norm", "model.norm", "up_proj", "embed_tokens", "o_proj"])

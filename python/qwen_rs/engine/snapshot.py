@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from .._core import Cache, Model, ModelError
 
-FORMAT = "qwen-rs snapshot 1"
+FORMAT = "qwen-rs snapshot 2"
 
 
 def save_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> None:
@@ -44,7 +44,8 @@ def save_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> N
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, {"format": FORMAT, "model": model.fingerprint})
+        described = {"format": FORMAT, "model": model.fingerprint, "kv_dtype": cache.kv_dtype}
+        save_file(tensors, partial, described)
         partial.replace(target)
     except safetensors.SafetensorError as error:
         raise OSError(f"{target}: {error}") from None
@@ -57,7 +58,7 @@ def load_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> N
 
     Raises:
         OSError: the file cannot be read.
-        ModelError: it is not a snapshot, or belongs to another model or weight dtype.
+        ModelError: it is not a snapshot, or belongs to another model, weight dtype or cache dtype.
         CacheError: the cache is not empty or has no room.
     """
     name = os.fspath(path)
@@ -68,6 +69,10 @@ def load_snapshot(path: str | os.PathLike[str], model: Model, cache: Cache) -> N
                 raise ModelError(f"{name}: not a qwen-rs snapshot")
             if metadata.get("model") != model.fingerprint:
                 raise ModelError(f"{name}: the snapshot belongs to another model or weight dtype")
+            if metadata.get("kv_dtype") != cache.kv_dtype:
+                # What is generated from here on would be rounded otherwise than in the saved sequence.
+                dtypes = f"of a cache of {metadata.get('kv_dtype')}, this one is {cache.kv_dtype}"
+                raise ModelError(f"{name}: the snapshot is {dtypes}")
             layers = []
             for i in range(int(model.config["num_hidden_layers"])):
                 k, v = (_rows(name, file, f"layers.{i}.{part}") for part in "kv")
