@@ -3,7 +3,8 @@
 //! The crate in the order that data flows:
 //!
 //! - [`loader`]: `config.json` and safetensors to checked, named, shape-verified weights
-//! - [`tensor`]: growable rows, Q8_0 blocks, weights packed as the kernels read them
+//! - [`tensor`]: growable rows, Q8_0 blocks
+//! - [`linear`]: weights packed as the kernels read them, one file a format
 //! - [`kernels`]: one source per kernel, run on the instruction set found at run time
 //! - [`threads`]: how rows and heads are split over workers
 //! - [`backend`]: the operations of a forward pass, with counts and times
@@ -19,6 +20,7 @@ pub mod backend;
 pub mod cache;
 pub mod error;
 pub mod kernels;
+pub mod linear;
 pub mod loader;
 pub mod model;
 pub mod sampler;

@@ -11,7 +11,8 @@ use crate::kernels::gated::GATED_WORDS;
 use crate::kernels::matmul::Output;
 use crate::kernels::prefill_attention::{PrefillQueries, attention_prefill, has_tile};
 use crate::kernels::{Element, Isa};
-use crate::tensor::{Arena, KvDtype, PackedWeight, Rows, WeightDtype};
+use crate::linear::{Arena, Linear, WeightDtype};
+use crate::tensor::{KvDtype, Rows};
 use crate::threads::Threads;
 use half::f16;
 use std::marker::PhantomData;
@@ -51,7 +52,7 @@ pub trait Backend: Send + Sync {
     fn profiler(&self) -> &Arc<Profiler>;
 
     /// `out[i] = row tokens[i] of the embedding`, `[tokens, hidden_size]`.
-    fn embed(&self, arena: &Arena, embed_tokens: &PackedWeight, tokens: &[u32], out: &mut [f32]) {
+    fn embed(&self, arena: &Arena, embed_tokens: &Linear, tokens: &[u32], out: &mut [f32]) {
         self.profiler().time(Op::Embed, || {
             let width = embed_tokens.k;
             self.threads().for_each_row(out, width, ROWS_PER_TASK, |r, out| {
@@ -81,22 +82,15 @@ pub trait Backend: Send + Sync {
     }
 
     /// The product `x[m, k] W^T`, `x` as the weight reads it; `op` says which of the model's matmuls it is.
-    fn matmul(&self, op: Op, arena: &Arena, weight: &PackedWeight, x: &[f32], out: Output<'_>) {
+    fn matmul(&self, op: Op, arena: &Arena, weight: &Linear, x: &[f32], out: Output<'_>) {
         self.profiler().time(op, || weight.matmul(arena, self.isa(), self.threads(), x, out));
     }
 
     /// `silu(gate_proj x) * up_proj x`, from and to rows as a matmul reads them; `scratch` is of
     /// [`Backend::gated_words`].
-    fn gate_up(
-        &self,
-        arena: &Arena,
-        weights: [&PackedWeight; 2],
-        x: &[f32],
-        scratch: &mut [f32],
-        out: &mut [f32],
-    ) {
+    fn gate_up(&self, arena: &Arena, weights: [&Linear; 2], x: &[f32], scratch: &mut [f32], out: &mut [f32]) {
         self.profiler().time(Op::GateUpProj, || {
-            PackedWeight::gated(weights, arena, self.isa(), self.threads(), x, scratch, out);
+            Linear::gated(weights, arena, self.isa(), self.threads(), x, scratch, out);
         });
     }
 

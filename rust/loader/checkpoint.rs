@@ -3,8 +3,8 @@
 
 use super::TensorSource;
 use crate::error::{Error, Result};
+use crate::linear::RowSource;
 use crate::model::Config;
-use crate::tensor::RowSource;
 use memmap2::{Mmap, UncheckedAdvice};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, Metadata};

@@ -9,31 +9,31 @@ pub use random::RandomWeights;
 
 use crate::error::{Error, Result};
 use crate::kernels::Isa;
+use crate::linear::{Arena, Linear, RowSource, WeightDtype};
 use crate::model::Config;
-use crate::tensor::{Arena, PackedWeight, RowSource, WeightDtype};
 use crate::threads::Threads;
 
 /// The weights of one layer, named as in the checkpoint; shapes are `[out, in]`.
 pub struct LayerWeights {
     pub input_layernorm: Vec<f32>,          // [hidden]
-    pub qkv_proj: PackedWeight,             // q_proj, k_proj, v_proj stacked: [q + 2 kv, hidden]
+    pub qkv_proj: Linear,                   // q_proj, k_proj, v_proj stacked: [q + 2 kv, hidden]
     pub q_norm: Vec<f32>,                   // [head_dim]
     pub k_norm: Vec<f32>,                   // [head_dim]
-    pub o_proj: PackedWeight,               // [hidden, q]
+    pub o_proj: Linear,                     // [hidden, q]
     pub post_attention_layernorm: Vec<f32>, // [hidden]
-    pub gate_proj: PackedWeight,            // [intermediate, hidden]
-    pub up_proj: PackedWeight,              // [intermediate, hidden]
-    pub down_proj: PackedWeight,            // [hidden, intermediate]
+    pub gate_proj: Linear,                  // [intermediate, hidden]
+    pub up_proj: Linear,                    // [intermediate, hidden]
+    pub down_proj: Linear,                  // [hidden, intermediate]
 }
 
 /// All weights of a model; the packed ones are in `arena`.
 pub struct Weights {
     pub arena: Arena,
     pub dtype: WeightDtype,
-    pub embed_tokens: PackedWeight, // [vocab, hidden]
+    pub embed_tokens: Linear, // [vocab, hidden]
     pub layers: Vec<LayerWeights>,
-    pub norm: Vec<f32>,                // [hidden]
-    pub lm_head: Option<PackedWeight>, // [vocab, hidden]; none: tied to embed_tokens
+    pub norm: Vec<f32>,          // [hidden]
+    pub lm_head: Option<Linear>, // [vocab, hidden]; none: tied to embed_tokens
 }
 
 impl Weights {
@@ -99,7 +99,7 @@ pub fn load_weights(
         .ok_or_else(|| Error::model("the model is larger than any memory"))?;
 
     let mut arena = Arena::new(bytes)?;
-    let mut pack = |names: &[String], shapes: &[(usize, usize)]| -> Result<PackedWeight> {
+    let mut pack = |names: &[String], shapes: &[(usize, usize)]| -> Result<Linear> {
         let named = names.iter().zip(shapes);
         let sources = named
             .map(|(name, &(rows, cols))| source.tensor(name, Some(rows), cols))
@@ -109,7 +109,7 @@ pub fn load_weights(
             source.release(bytes);
             if progress(share) { Ok(()) } else { Err(Error::Interrupted) }
         };
-        PackedWeight::pack(&mut arena, &sources, dtype, isa, threads, &done).map_err(|e| match e {
+        Linear::pack(&mut arena, &sources, dtype, isa, threads, &done).map_err(|e| match e {
             Error::Model(what) => Error::model(format!("{}: {what}", names.join(" and "))),
             other => other,
         })

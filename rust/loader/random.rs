@@ -2,8 +2,8 @@
 
 use super::TensorSource;
 use crate::error::{Error, Result};
+use crate::linear::RowSource;
 use crate::model::Config;
-use crate::tensor::RowSource;
 use half::bf16;
 use rand_chacha::ChaCha8Rng;
 use rand_core::{Rng, SeedableRng};

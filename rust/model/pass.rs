@@ -7,8 +7,9 @@ use super::rope::Rope;
 use crate::backend::{Backend, Op, Output, Phase, partials_words};
 use crate::cache::{BasicKvCache, ConcatKvCache, KvCache};
 use crate::error::{Error, Result};
+use crate::linear::WeightDtype;
 use crate::loader::Weights;
-use crate::tensor::{KvDtype, Rows, WeightDtype};
+use crate::tensor::{KvDtype, Rows};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
 

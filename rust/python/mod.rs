@@ -5,9 +5,10 @@ use crate::backend::{Backend, Phase, ScalarBackend, SimdBackend};
 use crate::cache::{BlockPool, KvCache};
 use crate::error::Error;
 use crate::kernels::{Isa, peak};
+use crate::linear::WeightDtype;
 use crate::loader::{Checkpoint, RandomWeights, load_weights};
 use crate::model::{self, Config, Logits, zeros};
-use crate::tensor::{BlockQ8_0, KvDtype, Tensor, TensorData, WeightDtype};
+use crate::tensor::{BlockQ8_0, KvDtype, Tensor, TensorData};
 use crate::threads::Threads;
 use numpy::{
     IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2,

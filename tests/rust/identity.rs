@@ -7,8 +7,9 @@ mod common;
 use common::*;
 use qwen_rs::cache::KvCache;
 use qwen_rs::kernels::Isa;
+use qwen_rs::linear::WeightDtype;
 use qwen_rs::model::Model;
-use qwen_rs::tensor::{KvDtype, WeightDtype};
+use qwen_rs::tensor::KvDtype;
 use std::sync::LazyLock;
 
 /// Longer than an attention chunk, so that the merge of chunks is in every test.

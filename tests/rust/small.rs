@@ -17,9 +17,10 @@ use qwen_rs::kernels::Isa;
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
 use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
 use qwen_rs::kernels::q8_0::{GROUP_BLOCK, QuantizeActivations, quantized_words};
+use qwen_rs::linear::WeightDtype;
 use qwen_rs::loader::{RandomWeights, load_weights};
 use qwen_rs::model::{Config, Model};
-use qwen_rs::tensor::{Buffer, KvDtype, Tensor, WeightDtype};
+use qwen_rs::tensor::{Buffer, KvDtype, Tensor};
 use qwen_rs::threads::Threads;
 use std::sync::atomic::{AtomicUsize, Ordering};
 

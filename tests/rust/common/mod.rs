@@ -4,9 +4,10 @@
 use qwen_rs::backend::{Backend, ScalarBackend, SimdBackend};
 use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
+use qwen_rs::linear::WeightDtype;
 use qwen_rs::loader::{Checkpoint, load_weights};
 use qwen_rs::model::{Logits, Model};
-use qwen_rs::tensor::{KvDtype, WeightDtype};
+use qwen_rs::tensor::KvDtype;
 use std::path::PathBuf;
 
 /// Random checkpoints: GQA 4:1, 1:1, 8:1 and 3:1; heads of 16, 32, 20, 64 and 128.

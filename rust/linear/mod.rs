@@ -1,5 +1,9 @@
 //! Weights as the kernels read them: 16 output rows interleaved, all in one huge-page arena.
 
+mod arena;
+
+pub use arena::Arena;
+
 use crate::error::{Error, Result};
 use crate::kernels::float::{AllFinite, RmsNorm};
 use crate::kernels::gated::{gated_float, gated_q8_0};
@@ -10,8 +14,8 @@ use crate::kernels::q8_0::{
 };
 use crate::kernels::{Isa, LANES};
 use crate::threads::Threads;
+use arena::aligned;
 use half::{bf16, f16};
-use memmap2::MmapMut;
 use std::ops::Range;
 
 /// How weights are kept.
@@ -75,61 +79,6 @@ impl WeightDtype {
     }
 }
 
-const ALIGN: usize = 64;
-const HUGE_PAGE: usize = if cfg!(miri) { 4096 } else { 2 << 20 }; // all that is mapped costs Miri time
-
-fn aligned(bytes: usize) -> usize {
-    bytes.next_multiple_of(ALIGN)
-}
-
-/// One block of memory for all weights, on 2 MiB boundaries and advised for huge pages: a decode
-/// step reads all of it, and small pages cost a third of the bandwidth.
-pub struct Arena {
-    map: MmapMut,
-    used: usize,
-    end: usize,
-}
-
-impl Arena {
-    /// Room for `bytes`.
-    ///
-    /// # Errors
-    /// `Memory` if it cannot be had.
-    pub fn new(bytes: usize) -> Result<Self> {
-        let map = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE)).map_err(|_| Error::Memory(bytes))?;
-        #[cfg(all(target_os = "linux", not(miri)))]
-        let _ = map.advise(memmap2::Advice::HugePage); // only advice: a kernel may have none
-        let used = map.as_ptr().align_offset(HUGE_PAGE);
-        Ok(Self { map, used, end: used + bytes })
-    }
-
-    fn take(&mut self, bytes: usize) -> Range<usize> {
-        let start = self.used;
-        self.used += aligned(bytes);
-        assert!(self.used <= self.end, "the arena was made too small");
-        start..start + bytes
-    }
-
-    /// Bytes it was made for.
-    pub fn bytes(&self) -> usize {
-        self.end - self.map.as_ptr().align_offset(HUGE_PAGE)
-    }
-
-    /// The share of them that is taken, 0 to 1.
-    pub fn used_share(&self) -> f64 {
-        self.contents().len() as f64 / self.bytes().max(1) as f64
-    }
-
-    /// All that was taken: what a decode step reads.
-    pub fn contents(&self) -> &[u8] {
-        &self.map[self.map.as_ptr().align_offset(HUGE_PAGE)..self.used]
-    }
-
-    fn slice<T: bytemuck::Pod>(&self, range: &Range<usize>) -> &[T] {
-        bytemuck::cast_slice(&self.map[range.clone()])
-    }
-}
-
 /// Rows of a checkpoint's tensor as they are stored, little-endian.
 #[derive(Clone, Copy)]
 pub struct RowSource<'a> {
@@ -189,7 +138,7 @@ enum Layout {
 }
 
 /// Weights `[n, k]` of a linear layer; rows beyond `n` are zeros.
-pub struct PackedWeight {
+pub struct Linear {
     pub n: usize,
     pub k: usize,
     layout: Layout,
@@ -198,7 +147,7 @@ pub struct PackedWeight {
 /// Source bytes packed between two calls of `done`: what a memory map may hold at a time.
 const SLAB_BYTES: usize = 8 << 20;
 
-impl PackedWeight {
+impl Linear {
     /// Packs the rows of `sources`, one after another, in one pass over them. `done` is called with
     /// every part of a source that is no longer needed, and may end the work.
     ///
