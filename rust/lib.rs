@@ -2,14 +2,14 @@
 //!
 //! The crate in the order that data flows:
 //!
-//! - [`loader`]: `config.json` and safetensors to checked, named, shape-verified weights
+//! - [`loader`]: lends the named tensors of a checkpoint, safetensors or random
 //! - [`tensor`]: growable rows, Q8_0 blocks
 //! - [`linear`]: weights packed as the kernels read them, one file a format
 //! - [`kernels`]: one source per kernel, run on the instruction set found at run time
 //! - [`threads`]: how rows and heads are split over workers
 //! - [`backend`]: the operations of a forward pass, with counts and times
 //! - [`cache`]: the zero-copy KV cache, the paged one, and the copying baseline
-//! - [`model`]: the forward pass: `prefill`, `decode`, `decode_batch`
+//! - [`model`]: config, weights and the forward pass: `prefill`, `decode`, `decode_batch`
 //! - [`sampler`]: logits to a token
 //!
 //! Two promises hold everywhere: the KV cache grows in place and is read by borrowing, and every

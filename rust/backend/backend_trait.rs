@@ -7,11 +7,10 @@ use super::profiler::{Op, Profiler};
 use crate::cache::{KvHead, KvView};
 use crate::kernels::attention::{AttentionChunk, AttentionRow, CHUNK, KvSource, MergeChunks, partial_len};
 use crate::kernels::float::NormRope;
-use crate::kernels::gated::GATED_WORDS;
 use crate::kernels::matmul::Output;
 use crate::kernels::prefill_attention::{PrefillQueries, attention_prefill, has_tile};
 use crate::kernels::{Element, Isa};
-use crate::linear::{Arena, Linear, WeightDtype};
+use crate::linear::{Activations, Arena, GatedPair, Linear};
 use crate::tensor::{KvDtype, Rows};
 use crate::threads::Threads;
 use half::f16;
@@ -61,22 +60,22 @@ pub trait Backend: Send + Sync {
         });
     }
 
-    /// The rows of `x / rms(x) * weight`, as a matmul with weights of `dtype` reads them.
-    fn rms_norm(&self, dtype: WeightDtype, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    /// The rows of `x / rms(x) * weight`, as a matmul that takes such activations reads them.
+    fn rms_norm(&self, activations: Activations, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
         self.profiler().time(Op::RmsNorm, || {
             let (isa, width) = (self.isa(), weight.len());
-            self.threads().for_each_row(out, dtype.activation_words(width), ROWS_PER_TASK, |r, out| {
-                dtype.write_normed(isa, &x[r * width..(r + 1) * width], weight, eps, out);
+            self.threads().for_each_row(out, activations.words(width), ROWS_PER_TASK, |r, out| {
+                activations.write_normed(isa, &x[r * width..(r + 1) * width], weight, eps, out);
             });
         });
     }
 
-    /// The rows of `x`, `width` wide, as a matmul with weights of `dtype` reads them.
-    fn activations(&self, dtype: WeightDtype, x: &[f32], width: usize, out: &mut [f32]) {
+    /// The rows of `x`, `width` wide, as a matmul that takes such activations reads them.
+    fn activations(&self, activations: Activations, x: &[f32], width: usize, out: &mut [f32]) {
         self.profiler().time(Op::Activations, || {
             let isa = self.isa();
-            self.threads().for_each_row(out, dtype.activation_words(width), ROWS_PER_TASK, |r, out| {
-                dtype.write_activations(isa, &x[r * width..(r + 1) * width], out);
+            self.threads().for_each_row(out, activations.words(width), ROWS_PER_TASK, |r, out| {
+                activations.write(isa, &x[r * width..(r + 1) * width], out);
             });
         });
     }
@@ -87,16 +86,11 @@ pub trait Backend: Send + Sync {
     }
 
     /// `silu(gate_proj x) * up_proj x`, from and to rows as a matmul reads them; `scratch` is of
-    /// [`Backend::gated_words`].
-    fn gate_up(&self, arena: &Arena, weights: [&Linear; 2], x: &[f32], scratch: &mut [f32], out: &mut [f32]) {
+    /// [`GatedPair::scratch_words`].
+    fn gate_up(&self, arena: &Arena, pair: GatedPair<'_>, x: &[f32], scratch: &mut [f32], out: &mut [f32]) {
         self.profiler().time(Op::GateUpProj, || {
-            Linear::gated(weights, arena, self.isa(), self.threads(), x, scratch, out);
+            pair.run(arena, self.isa(), self.threads(), x, scratch, out);
         });
-    }
-
-    /// f32 words of scratch that [`Backend::gate_up`] needs.
-    fn gated_words(&self) -> usize {
-        self.threads().count() * GATED_WORDS
     }
 
     /// RMSNorm and rotation of every q and k head in rows of `[q heads | k heads | v heads]`.

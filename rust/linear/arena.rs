@@ -7,14 +7,16 @@ use std::ops::Range;
 const ALIGN: usize = 64;
 const HUGE_PAGE: usize = if cfg!(miri) { 4096 } else { 2 << 20 }; // all that is mapped costs Miri time
 
-pub(super) fn aligned(bytes: usize) -> usize {
-    bytes.next_multiple_of(ALIGN)
+/// What `bytes` take in an arena; `None` if no number holds it.
+pub(super) fn aligned(bytes: usize) -> Option<usize> {
+    bytes.checked_next_multiple_of(ALIGN)
 }
 
 /// One block of memory for all weights, on 2 MiB boundaries and advised for huge pages: a decode
 /// step reads all of it, and small pages cost a third of the bandwidth.
 pub struct Arena {
-    pub(super) map: MmapMut,
+    map: MmapMut,
+    start: usize,
     used: usize,
     end: usize,
 }
@@ -25,23 +27,24 @@ impl Arena {
     /// # Errors
     /// `Memory` if it cannot be had.
     pub fn new(bytes: usize) -> Result<Self> {
-        let map = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE)).map_err(|_| Error::Memory(bytes))?;
+        let room = bytes.checked_add(HUGE_PAGE).ok_or(Error::Memory(bytes))?;
+        let map = MmapMut::map_anon(room).map_err(|_| Error::Memory(bytes))?;
         #[cfg(all(target_os = "linux", not(miri)))]
         let _ = map.advise(memmap2::Advice::HugePage); // only advice: a kernel may have none
-        let used = map.as_ptr().align_offset(HUGE_PAGE);
-        Ok(Self { map, used, end: used + bytes })
+        let start = map.as_ptr().align_offset(HUGE_PAGE);
+        Ok(Self { map, start, used: start, end: start + bytes })
     }
 
     pub(super) fn take(&mut self, bytes: usize) -> Range<usize> {
-        let start = self.used;
-        self.used += aligned(bytes);
+        let range = self.used..self.used + bytes;
+        self.used = range.end.next_multiple_of(ALIGN);
         assert!(self.used <= self.end, "the arena was made too small");
-        start..start + bytes
+        range
     }
 
     /// Bytes it was made for.
     pub fn bytes(&self) -> usize {
-        self.end - self.map.as_ptr().align_offset(HUGE_PAGE)
+        self.end - self.start
     }
 
     /// The share of them that is taken, 0 to 1.
@@ -51,10 +54,16 @@ impl Arena {
 
     /// All that was taken: what a decode step reads.
     pub fn contents(&self) -> &[u8] {
-        &self.map[self.map.as_ptr().align_offset(HUGE_PAGE)..self.used]
+        &self.map[self.start..self.used]
     }
 
-    pub(super) fn slice<T: bytemuck::Pod>(&self, range: &Range<usize>) -> &[T] {
-        bytemuck::cast_slice(&self.map[range.clone()])
+    pub(super) fn slice(&self, range: &Range<usize>) -> &[u8] {
+        &self.map[range.clone()]
+    }
+
+    /// Two ranges, the second of which starts where the first ends or later.
+    pub(super) fn slices_mut(&mut self, [first, second]: [Range<usize>; 2]) -> [&mut [u8]; 2] {
+        let (low, high) = self.map.split_at_mut(second.start);
+        [&mut low[first], &mut high[..second.len()]]
     }
 }

@@ -1,399 +1,166 @@
-//! Weights as the kernels read them: 16 output rows interleaved, all in one huge-page arena.
+//! Weights of linear layers as the kernels read them: 16 output rows interleaved, all in one arena.
+//!
+//! A format is a file here (layout, packing, which kernels) and a line in [`WeightDtype`]. Formats may
+//! differ from weight to weight, so what a matmul reads is asked of the weight: [`Linear::activations`].
 
+mod activations;
 mod arena;
+mod float;
+mod gated;
+mod pack;
+mod q8_0;
 
+pub use activations::Activations;
 pub use arena::Arena;
+pub use gated::GatedPair;
+pub use pack::{Packer, Scratch};
 
 use crate::error::{Error, Result};
-use crate::kernels::float::{AllFinite, RmsNorm};
-use crate::kernels::gated::{gated_float, gated_q8_0};
-use crate::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
-use crate::kernels::q8_0::{
-    BLOCK, GROUP_BLOCK, InterleaveRows, QuantizeActivations, QuantizeNormed, QuantizeWeights,
-    dequantize_packed_row, quantized_words,
-};
+use crate::kernels::matmul::Output;
 use crate::kernels::{Isa, LANES};
 use crate::threads::Threads;
-use arena::aligned;
-use half::{bf16, f16};
+use half::bf16;
+use std::fmt;
+use std::marker::PhantomData;
 use std::ops::Range;
 
-/// How weights are kept.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WeightDtype {
-    Q8_0,
-    Bf16,
-    F32,
-}
+/// How a weight is kept: one of the formats.
+#[derive(Clone, Copy)]
+pub struct WeightDtype(&'static dyn Format);
 
 impl WeightDtype {
+    pub const Q8_0: Self = Self(&q8_0::Q8_0);
+    pub const BF16: Self = Self(&float::Float::<bf16>(PhantomData));
+    pub const F32: Self = Self(&float::Float::<f32>(PhantomData));
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Q8_0, Self::BF16, Self::F32];
+
+    /// # Errors
+    /// `Argument`, with all names.
     pub fn parse(name: &str) -> Result<Self> {
-        match name {
-            "q8_0" => Ok(Self::Q8_0),
-            "bf16" => Ok(Self::Bf16),
-            "f32" => Ok(Self::F32),
-            _ => Err(Error::argument(format!("dtype must be q8_0, bf16 or f32, not {name:?}"))),
-        }
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
+            let names = Self::ALL.map(Self::name);
+            let (last, others) = (names[names.len() - 1], names[..names.len() - 1].join(", "));
+            Error::argument(format!("dtype must be {others} or {last}, not {name:?}"))
+        })
     }
 
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Q8_0 => "q8_0",
-            Self::Bf16 => "bf16",
-            Self::F32 => "f32",
-        }
+        self.0.name()
     }
 
-    /// f32 words of a row of `k` activations as a matmul with these weights reads it.
-    pub fn activation_words(self, k: usize) -> usize {
-        match self {
-            Self::Q8_0 => quantized_words(k.div_ceil(BLOCK)),
-            Self::Bf16 | Self::F32 => k + ROW_PADDING,
-        }
+    /// What a matmul with such a weight reads.
+    pub fn activations(self) -> Activations {
+        self.0.activations()
     }
 
-    /// One row of activations `[k]`, as a matmul with these weights reads it.
-    pub fn write_activations(self, isa: Isa, x: &[f32], out: &mut [f32]) {
-        match self {
-            Self::Q8_0 => isa.run(QuantizeActivations { x, out }),
-            Self::Bf16 | Self::F32 => out[..x.len()].copy_from_slice(x),
-        }
-    }
-
-    /// The same of the row's RMSNorm.
-    pub fn write_normed(self, isa: Isa, x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
-        match self {
-            Self::Q8_0 => isa.run(QuantizeNormed { x, weight, out, eps }),
-            Self::Bf16 | Self::F32 => isa.run(RmsNorm { x, weight, out: &mut out[..x.len()], eps }),
-        }
-    }
-
-    /// Bytes of `[n, k]` weights once packed.
-    pub fn packed_bytes(self, n: usize, k: usize) -> usize {
-        let rows = n.next_multiple_of(LANES);
-        match self {
-            Self::Q8_0 => aligned(rows * k.next_multiple_of(BLOCK)) + aligned(rows * k.div_ceil(BLOCK) * 2),
-            Self::Bf16 => aligned(rows * k * 2),
-            Self::F32 => aligned(rows * k * 4),
-        }
+    /// Bytes of `[n, k]` weights once packed; `None` if no number holds it.
+    pub fn packed_bytes(self, n: usize, k: usize) -> Option<usize> {
+        let groups = n.div_ceil(LANES);
+        let plane = |bytes: usize| arena::aligned(groups.checked_mul(bytes)?);
+        let [first, second] = self.0.group_bytes(k);
+        plane(first)?.checked_add(plane(second)?)
     }
 }
 
-/// Rows of a checkpoint's tensor as they are stored, little-endian.
-#[derive(Clone, Copy)]
-pub struct RowSource<'a> {
-    pub bytes: &'a [u8], // [rows, cols]
-    pub dtype: safetensors::Dtype,
-    pub rows: usize,
-    pub cols: usize,
-}
-
-impl<'a> RowSource<'a> {
-    fn row_bytes(&self, first: usize, count: usize) -> &'a [u8] {
-        let width = self.cols * self.dtype.bitsize() / 8;
-        &self.bytes[first * width..(first + count) * width]
-    }
-
-    /// Row `r`, widened exactly. Only the three float dtypes get here: the loader checks.
-    fn widen(&self, r: usize, out: &mut [f32]) {
-        let bytes = self.row_bytes(r, 1);
-        match self.dtype {
-            safetensors::Dtype::F32 => {
-                for (x, b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                    *x = f32::from_le_bytes(*b);
-                }
-            }
-            safetensors::Dtype::F16 => {
-                for (x, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                    *x = f16::from_le_bytes(*b).to_f32();
-                }
-            }
-            _ => {
-                for (x, b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                    *x = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
-                }
-            }
-        }
-    }
-
-    /// All values, widened.
-    pub fn to_f32(&self) -> Vec<f32> {
-        let mut out = vec![0.0; self.rows * self.cols];
-        for (r, row) in out.chunks_exact_mut(self.cols).enumerate() {
-            self.widen(r, row);
-        }
-        out
+impl PartialEq for WeightDtype {
+    fn eq(&self, other: &Self) -> bool {
+        self.name() == other.name()
     }
 }
 
-enum Layout {
-    /// quants `[ceil(n / 16)][blocks][8][16][4]` u8 (value + 128); scales `[ceil(n / 16)][blocks][16]` f16
-    Q8_0 {
-        quants: Range<usize>,
-        scales: Range<usize>,
-    },
-    /// `[ceil(n / 16)][k][16]`
-    Bf16(Range<usize>),
-    F32(Range<usize>),
+impl Eq for WeightDtype {}
+
+impl fmt::Debug for WeightDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
 }
 
-/// Weights `[n, k]` of a linear layer; rows beyond `n` are zeros.
-pub struct Linear {
-    pub n: usize,
-    pub k: usize,
-    layout: Layout,
-}
+/// What a format has of its own. Its weights are groups of 16 output rows, whose bytes are in one or two
+/// planes: two runs of memory, each holding its part of every group, group after group.
+trait Format: Sync {
+    fn name(&self) -> &'static str;
 
-/// Source bytes packed between two calls of `done`: what a memory map may hold at a time.
-const SLAB_BYTES: usize = 8 << 20;
+    fn activations(&self) -> Activations;
 
-impl Linear {
-    /// Packs the rows of `sources`, one after another, in one pass over them. `done` is called with
-    /// every part of a source that is no longer needed, and may end the work.
-    ///
-    /// # Errors
-    /// `Model` if a value is NaN or infinite; the message names the row. What `done` returns.
-    pub fn pack(
-        arena: &mut Arena,
-        sources: &[RowSource<'_>],
-        dtype: WeightDtype,
-        isa: Isa,
-        threads: &Threads,
-        done: &dyn Fn(&[u8]) -> Result<()>,
-    ) -> Result<Self> {
-        let k = sources[0].cols;
-        let n = sources.iter().map(|s| s.rows).sum::<usize>();
-        let rows = n.next_multiple_of(LANES);
-        let layout = match dtype {
-            WeightDtype::Q8_0 => Layout::Q8_0 {
-                quants: arena.take(rows * k.next_multiple_of(BLOCK)),
-                scales: arena.take(rows * k.div_ceil(BLOCK) * 2),
-            },
-            WeightDtype::Bf16 => Layout::Bf16(arena.take(rows * k * 2)),
-            WeightDtype::F32 => Layout::F32(arena.take(rows * k * 4)),
-        };
-        let packed = Self { n, k, layout };
-        let slab = (SLAB_BYTES / (LANES * k * 4)).max(1) * LANES;
-        let mut first = 0;
-        while first < n {
-            let end = n.min(first + slab);
-            packed.pack_rows(arena, sources, first..end, isa, threads)?;
-            for (source, part) in parts(sources, first..end) {
-                done(source.row_bytes(part.start, part.len()))?;
-            }
-            first = end;
-        }
-        Ok(packed)
-    }
+    /// Bytes of a group, `[16, k]`, in each plane; a format of one plane has 0 in the other.
+    fn group_bytes(&self, k: usize) -> [usize; 2];
 
-    /// Packs rows of a slab, which starts at a group.
-    fn pack_rows(
-        &self,
-        arena: &mut Arena,
-        sources: &[RowSource<'_>],
-        rows: Range<usize>,
-        isa: Isa,
-        threads: &Threads,
-    ) -> Result<()> {
-        let k = self.k;
-        let groups = rows.start / LANES..rows.end.div_ceil(LANES);
-        let fill = |group: usize, width: usize, wide: &mut [f32]| -> Result<()> {
-            wide.fill(0.0);
-            let range = group * LANES..self.n.min((group + 1) * LANES);
-            let mut lane = 0;
-            for (source, part) in parts(sources, range.clone()) {
-                for r in part {
-                    let row = &mut wide[lane * width..][..k];
-                    source.widen(r, row);
-                    if !isa.run(AllFinite { x: row }) {
-                        return Err(Error::model(format!("row {r} holds NaN or infinity")));
-                    }
-                    lane += 1;
-                }
-            }
-            Ok(())
-        };
-        let part = |range: &Range<usize>, group_bytes: usize| {
-            range.start + groups.start * group_bytes..range.start + groups.end * group_bytes
-        };
-        match &self.layout {
-            Layout::Q8_0 { quants, scales } => {
-                let (blocks, width) = (k.div_ceil(BLOCK), k.next_multiple_of(BLOCK));
-                let quants = part(quants, blocks * GROUP_BLOCK);
-                let scales = part(scales, blocks * LANES * 2);
-                let (low, high) = arena.map.split_at_mut(scales.start);
-                let quants = low[quants].chunks_exact_mut(blocks * GROUP_BLOCK);
-                let scales = bytemuck::cast_slice_mut::<u8, f16>(&mut high[..scales.len()]);
-                let mut tasks: Vec<_> = quants.zip(scales.chunks_exact_mut(blocks * LANES)).collect();
-                for_each_group(threads, groups.start, &mut tasks, |group, (quants, scales), scratch| {
-                    scratch.resize(LANES * width);
-                    fill(group, width, &mut scratch.wide)?;
-                    isa.run(QuantizeWeights {
-                        x: &scratch.wide,
-                        quants: &mut scratch.quants,
-                        scales: &mut scratch.scales,
-                    });
-                    isa.run(InterleaveRows {
-                        quants: &scratch.quants,
-                        scales: &scratch.scales,
-                        out: quants,
-                        out_scales: scales,
-                    });
-                    Ok(())
-                })
-            }
-            Layout::Bf16(range) => {
-                let range = part(range, k * LANES * 2);
-                let out = bytemuck::cast_slice_mut::<u8, bf16>(&mut arena.map[range]);
-                let mut tasks: Vec<_> = out.chunks_exact_mut(k * LANES).collect();
-                for_each_group(threads, groups.start, &mut tasks, |group, out, scratch| {
-                    scratch.wide.resize(LANES * k, 0.0);
-                    fill(group, k, &mut scratch.wide)?;
-                    for (i, out) in out.iter_mut().enumerate() {
-                        *out = bf16::from_f32(scratch.wide[i % LANES * k + i / LANES]);
-                    }
-                    Ok(())
-                })
-            }
-            Layout::F32(range) => {
-                let range = part(range, k * LANES * 4);
-                let out = bytemuck::cast_slice_mut::<u8, f32>(&mut arena.map[range]);
-                let mut tasks: Vec<_> = out.chunks_exact_mut(k * LANES).collect();
-                for_each_group(threads, groups.start, &mut tasks, |group, out, scratch| {
-                    scratch.wide.resize(LANES * k, 0.0);
-                    fill(group, k, &mut scratch.wide)?;
-                    for (i, out) in out.iter_mut().enumerate() {
-                        *out = scratch.wide[i % LANES * k + i / LANES];
-                    }
-                    Ok(())
-                })
-            }
-        }
-    }
+    /// Columns that a row of `k` is packed as, those beyond `k` zero.
+    fn padded(&self, k: usize) -> usize;
 
-    /// The product `x[m, k] W^T`; `x` is rows of [`WeightDtype::write_activations`].
-    pub fn matmul(&self, arena: &Arena, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
-        let (n, k) = (self.n, self.k);
-        match &self.layout {
-            Layout::Q8_0 { quants, scales } => {
-                let weights = (arena.slice(quants), arena.slice(scales));
-                matmul_q8_0(isa, threads, x, weights, (k.div_ceil(BLOCK), n), out);
-            }
-            Layout::Bf16(range) => {
-                matmul_float::<bf16>(isa, threads, x, arena.slice(range), (k, n), out);
-            }
-            Layout::F32(range) => {
-                matmul_float::<f32>(isa, threads, x, arena.slice(range), (k, n), out);
-            }
-        }
-    }
+    /// Packs a group: finite values `scratch.wide` `[16][padded(k)]` to its planes. A row whose values
+    /// would become infinite is returned.
+    fn pack_group(&self, isa: Isa, scratch: &mut Scratch, planes: [&mut [u8]; 2]) -> Result<Option<usize>>;
 
-    /// `silu(gate x) * (up x)` of rows `x` of [`WeightDtype::write_activations`], written to `out` as such
-    /// rows again; both weights are `[n, k]`. `scratch` holds
+    /// The product `x[m, k] W^T`; `x` is rows of the format's activations.
+    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>);
+
+    /// `silu(gate x) * (up x)` in one pass, from and to rows of the format's activations; `scratch` holds
     /// [`GATED_WORDS`](crate::kernels::gated::GATED_WORDS) for each worker.
-    pub fn gated(
-        [gate, up]: [&Self; 2],
-        arena: &Arena,
+    fn gated(
+        &self,
+        pair: [Packed<'_>; 2],
         isa: Isa,
         threads: &Threads,
         x: &[f32],
         scratch: &mut [f32],
         out: &mut [f32],
-    ) {
-        let (n, k) = (gate.n, gate.k);
-        assert!(up.n == n && up.k == k);
-        match (&gate.layout, &up.layout) {
-            (Layout::Q8_0 { quants, scales }, Layout::Q8_0 { quants: up_quants, scales: up_scales }) => {
-                let gate = (arena.slice(quants), arena.slice(scales));
-                let up = (arena.slice(up_quants), arena.slice(up_scales));
-                gated_q8_0(isa, threads, x, [gate, up], (k.div_ceil(BLOCK), n), scratch, out);
-            }
-            (Layout::Bf16(gate), Layout::Bf16(up)) => {
-                let weights = [arena.slice::<bf16>(gate), arena.slice(up)];
-                gated_float(isa, threads, x, weights, (k, n), scratch, out);
-            }
-            (Layout::F32(gate), Layout::F32(up)) => {
-                let weights = [arena.slice::<f32>(gate), arena.slice(up)];
-                gated_float(isa, threads, x, weights, (k, n), scratch, out);
-            }
-            _ => unreachable!("a model's weights are packed alike"),
-        }
+    );
+
+    /// Row `lane` of the group that the planes of `w` start with, back to f32.
+    fn row(&self, w: Packed<'_>, lane: usize, out: &mut [f32]);
+}
+
+/// A weight's planes, borrowed from the arena.
+#[derive(Clone, Copy)]
+struct Packed<'a> {
+    planes: [&'a [u8]; 2],
+    n: usize,
+    k: usize,
+}
+
+/// Weights `[n, k]` of a linear layer; rows beyond `n` that fill the last group are zeros.
+pub struct Linear {
+    pub n: usize,
+    pub k: usize,
+    dtype: WeightDtype,
+    planes: [Range<usize>; 2], // in the arena
+}
+
+impl Linear {
+    pub fn dtype(&self) -> WeightDtype {
+        self.dtype
     }
 
-    /// Row `r`, back to f32.
+    /// What its matmul reads.
+    pub fn activations(&self) -> Activations {
+        self.dtype.activations()
+    }
+
+    /// f32 words of a row of `k` activations as its matmul reads it.
+    pub fn activation_words(&self) -> usize {
+        self.activations().words(self.k)
+    }
+
+    fn packed<'a>(&self, arena: &'a Arena) -> Packed<'a> {
+        let planes = [arena.slice(&self.planes[0]), arena.slice(&self.planes[1])];
+        Packed { planes, n: self.n, k: self.k }
+    }
+
+    /// The product `x[m, k] W^T`; `x` is rows of [`Linear::activations`].
+    pub fn matmul(&self, arena: &Arena, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
+        self.dtype.0.matmul(self.packed(arena), isa, threads, x, out);
+    }
+
+    /// Row `r`, back to f32: what an embedding look-up reads.
     pub fn row(&self, arena: &Arena, r: usize, out: &mut [f32]) {
         assert!(r < self.n && out.len() == self.k);
-        let (group, lane) = (r / LANES, r % LANES);
-        match &self.layout {
-            Layout::Q8_0 { quants, scales } => {
-                let blocks = self.k.div_ceil(BLOCK);
-                let quants = &arena.slice(quants)[group * blocks * GROUP_BLOCK..];
-                let scales = &arena.slice(scales)[group * blocks * LANES..];
-                dequantize_packed_row(quants, scales, lane, out);
-            }
-            Layout::Bf16(range) => {
-                let rows = &arena.slice::<bf16>(range)[group * self.k * LANES..];
-                for (k, out) in out.iter_mut().enumerate() {
-                    *out = rows[k * LANES + lane].to_f32();
-                }
-            }
-            Layout::F32(range) => {
-                let rows = &arena.slice::<f32>(range)[group * self.k * LANES..];
-                for (k, out) in out.iter_mut().enumerate() {
-                    *out = rows[k * LANES + lane];
-                }
-            }
+        let mut w = self.packed(arena);
+        for (plane, bytes) in w.planes.iter_mut().zip(self.dtype.0.group_bytes(self.k)) {
+            *plane = &plane[r / LANES * bytes..];
         }
+        self.dtype.0.row(w, r % LANES, out);
     }
-}
-
-/// The parts of `sources`, which stand one below the other, that rows `range` cover.
-fn parts<'s, 'a>(
-    sources: &'s [RowSource<'a>],
-    range: Range<usize>,
-) -> impl Iterator<Item = (&'s RowSource<'a>, Range<usize>)> {
-    let mut start = 0;
-    sources.iter().filter_map(move |source| {
-        let here = start..start + source.rows;
-        start = here.end;
-        let part = range.start.max(here.start)..range.end.min(here.end);
-        (!part.is_empty()).then(|| (source, part.start - here.start..part.end - here.start))
-    })
-}
-
-/// What packing a group needs, made once a task.
-#[derive(Default)]
-struct Scratch {
-    wide: Vec<f32>,   // [16][k]
-    quants: Vec<i8>,  // [16][k]
-    scales: Vec<f16>, // [16][k / 32]
-}
-
-impl Scratch {
-    fn resize(&mut self, values: usize) {
-        self.wide.resize(values, 0.0);
-        self.quants.resize(values, 0);
-        self.scales.resize(values / BLOCK, f16::ZERO);
-    }
-}
-
-/// Calls `pack` for every group, on all workers; the first error is returned.
-fn for_each_group<T: Send>(
-    threads: &Threads,
-    first_group: usize,
-    groups: &mut [T],
-    pack: impl Fn(usize, &mut T, &mut Scratch) -> Result<()> + Sync,
-) -> Result<()> {
-    const GROUPS: usize = 8;
-    let mut tasks: Vec<_> = groups.chunks_mut(GROUPS).map(|groups| (groups, Ok(()))).collect();
-    threads.for_each_mut(&mut tasks, |task, (groups, result)| {
-        let mut scratch = Scratch::default();
-        for (i, group) in groups.iter_mut().enumerate() {
-            *result = pack(first_group + task * GROUPS + i, group, &mut scratch);
-            if result.is_err() {
-                return;
-            }
-        }
-    });
-    tasks.into_iter().try_for_each(|(_, result)| result)
 }

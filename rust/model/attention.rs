@@ -2,10 +2,10 @@
 
 use super::config::Config;
 use super::pass::{BATCH, Scratch, Sequences};
+use super::weights::Weights;
 use crate::backend::{AttentionInput, Backend, Op, Output};
 use crate::cache::{KvCache, KvView};
 use crate::error::Result;
-use crate::loader::Weights;
 use crate::tensor::Rows;
 use crate::threads::Threads;
 use std::sync::{Mutex, PoisonError};
@@ -21,11 +21,11 @@ pub fn attention(
     sequences: &mut Sequences<'_, '_>,
     scratch: &mut Scratch,
 ) -> Result<()> {
-    let (arena, dtype, layer) = (&weights.arena, weights.dtype, &weights.layers[index]);
+    let (arena, layer) = (&weights.arena, &weights.layers[index]);
     let (q_width, kv_width) = (config.q_width(), config.kv_width());
     let width = q_width + 2 * kv_width;
     // 1. q, k and v in one matmul: [m, hidden] -> [m, q | k | v]
-    let normed = &scratch.operands[..m * dtype.activation_words(config.hidden_size)];
+    let normed = &scratch.operands[..m * layer.qkv_proj.activation_words()];
     let qkv = &mut scratch.qkv[..m * width];
     backend.matmul(Op::QkvProj, arena, &layer.qkv_proj, normed, Output::Set(qkv));
     // 2. per-head RMSNorm of q and k, then rotation, in place
@@ -84,8 +84,8 @@ pub fn attention(
     };
     backend.attention(&input, &mut scratch.partials, &mut scratch.attended[..m * q_width]);
     // 5. [m, q] -> [m, hidden]
-    let attended = &mut scratch.operands[..m * dtype.activation_words(q_width)];
-    backend.activations(dtype, &scratch.attended[..m * q_width], q_width, attended);
+    let attended = &mut scratch.operands[..m * layer.o_proj.activation_words()];
+    backend.activations(layer.o_proj.activations(), &scratch.attended[..m * q_width], q_width, attended);
     let hidden = &mut scratch.hidden[..m * config.hidden_size];
     backend.matmul(Op::OProj, arena, &layer.o_proj, attended, Output::Add(hidden));
     Ok(())

@@ -1,16 +1,15 @@
 //! The gated MLP: `down_proj(silu(gate_proj x) * up_proj x)`.
 
 use super::pass::Scratch;
+use super::weights::Weights;
 use crate::backend::{Backend, Op, Output};
-use crate::loader::Weights;
 
 /// Adds the MLP of `scratch.operands`, `m` rows `[hidden]`, to `scratch.hidden`.
 pub fn mlp(backend: &dyn Backend, weights: &Weights, index: usize, m: usize, scratch: &mut Scratch) {
-    let (arena, dtype, layer) = (&weights.arena, weights.dtype, &weights.layers[index]);
-    let (hidden, intermediate) = (layer.down_proj.n, layer.down_proj.k);
-    let normed = &scratch.operands[..m * dtype.activation_words(hidden)];
-    let activated = &mut scratch.activated[..m * dtype.activation_words(intermediate)];
-    backend.gate_up(arena, [&layer.gate_proj, &layer.up_proj], normed, &mut scratch.gate_up, activated);
-    let hidden = &mut scratch.hidden[..m * hidden];
+    let (arena, layer) = (&weights.arena, &weights.layers[index]);
+    let normed = &scratch.operands[..m * layer.gate_proj.activation_words()];
+    let activated = &mut scratch.activated[..m * layer.down_proj.activation_words()];
+    backend.gate_up(arena, layer.gated(), normed, &mut scratch.gate_up, activated);
+    let hidden = &mut scratch.hidden[..m * layer.down_proj.n];
     backend.matmul(Op::DownProj, arena, &layer.down_proj, activated, Output::Add(hidden));
 }

@@ -4,11 +4,11 @@ use super::attention::attention;
 use super::config::Config;
 use super::mlp::mlp;
 use super::rope::Rope;
+use super::weights::Weights;
 use crate::backend::{Backend, Op, Output, Phase, partials_words};
 use crate::cache::{BasicKvCache, ConcatKvCache, KvCache};
 use crate::error::{Error, Result};
-use crate::linear::WeightDtype;
-use crate::loader::Weights;
+use crate::linear::Linear;
 use crate::tensor::{KvDtype, Rows};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard};
@@ -65,12 +65,11 @@ impl Scratch {
     fn grow(
         &mut self,
         config: &Config,
-        dtype: WeightDtype,
-        gate_up: usize,
+        weights: &Weights,
+        threads: usize,
         m: usize,
         sequences: usize,
     ) -> Result<()> {
-        let widest = config.hidden_size.max(config.q_width());
         // Zeroed memory is not resident until it is written: the longest context costs nothing yet.
         let partials =
             partials_words(config.num_attention_heads, config.head_dim, config.max_position_embeddings);
@@ -78,9 +77,9 @@ impl Scratch {
             (&mut self.hidden, m * config.hidden_size),
             (&mut self.qkv, m * (config.q_width() + 2 * config.kv_width())),
             (&mut self.attended, m * config.q_width()),
-            (&mut self.operands, m * dtype.activation_words(widest)),
-            (&mut self.gate_up, gate_up),
-            (&mut self.activated, m * dtype.activation_words(config.intermediate_size)),
+            (&mut self.operands, m * weights.operand_words()),
+            (&mut self.gate_up, weights.gated_words(m, threads)),
+            (&mut self.activated, m * weights.activated_words()),
             (&mut self.rotations, m * config.head_dim),
             (&mut self.partials, sequences * partials),
         ] {
@@ -266,34 +265,35 @@ impl Model {
     ) -> Result<()> {
         let (config, backend, weights) = (&self.config, &*self.backend, &self.weights);
         let (m, hidden, eps) = (tokens.len(), config.hidden_size, config.rms_norm_eps);
-        let (arena, dtype) = (&weights.arena, weights.dtype);
-        scratch.grow(config, dtype, backend.gated_words(), m, sequences.caches.len())?;
+        let arena = &weights.arena;
+        scratch.grow(config, weights, backend.threads().count(), m, sequences.caches.len())?;
         let rows = sequences.rows;
         let positions = sequences.past.iter().flat_map(|&past| past..past + rows);
         for (position, rotation) in positions.zip(scratch.rotations.chunks_mut(config.head_dim)) {
             self.rope.rotation(position, rotation);
         }
         backend.embed(arena, &weights.embed_tokens, tokens, &mut scratch.hidden[..m * hidden]);
-        let words = dtype.activation_words(hidden);
-        let norm = |scratch: &mut Scratch, rows: Range<usize>, weight: &[f32]| {
+        let norm = |scratch: &mut Scratch, rows: Range<usize>, weight: &[f32], reader: &Linear| {
+            let words = reader.activation_words();
             let x = &scratch.hidden[rows.start * hidden..rows.end * hidden];
             let normed = &mut scratch.operands[rows.start * words..rows.end * words];
-            backend.rms_norm(dtype, x, weight, eps, normed);
+            backend.rms_norm(reader.activations(), x, weight, eps, normed);
         };
         for (index, layer) in weights.layers.iter().enumerate() {
             go_on(interrupt)?;
-            norm(scratch, 0..m, &layer.input_layernorm);
+            norm(scratch, 0..m, &layer.input_layernorm, &layer.qkv_proj);
             attention(backend, config, weights, index, m, &mut sequences, scratch)?;
             go_on(interrupt)?;
-            norm(scratch, 0..m, &layer.post_attention_layernorm);
+            norm(scratch, 0..m, &layer.post_attention_layernorm, &layer.gate_proj);
             mlp(backend, weights, index, m, scratch);
         }
         if logits.is_empty() {
             return Ok(());
         }
-        norm(scratch, first..m, &weights.norm);
+        let lm_head = weights.lm_head();
+        norm(scratch, first..m, &weights.norm, lm_head);
+        let words = lm_head.activation_words();
         let normed = &scratch.operands[first * words..m * words];
-        let lm_head = weights.lm_head.as_ref().unwrap_or(&weights.embed_tokens);
         backend.matmul(Op::LmHead, arena, lm_head, normed, Output::Set(logits));
         Ok(())
     }
@@ -307,7 +307,7 @@ impl Model {
                 hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
             }
         };
-        add(format!("{:?} {:?}", self.config, self.weights.dtype).as_bytes());
+        add(format!("{:?} {:?}", self.config, self.weights.dtype()).as_bytes());
         add(bytemuck::cast_slice(&self.weights.norm));
         for part in self.weights.arena.contents().chunks(16 << 10) {
             add(&part[..part.len().min(64)]);

@@ -18,8 +18,7 @@ use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
 use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
 use qwen_rs::kernels::q8_0::{GROUP_BLOCK, QuantizeActivations, quantized_words};
 use qwen_rs::linear::WeightDtype;
-use qwen_rs::loader::{RandomWeights, load_weights};
-use qwen_rs::model::{Config, Model};
+use qwen_rs::model::{Config, Model, Weights, random_weights};
 use qwen_rs::tensor::{Buffer, KvDtype, Tensor};
 use qwen_rs::threads::Threads;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -32,9 +31,9 @@ fn model(head_dim: usize, dtype: WeightDtype, threads: usize) -> Model {
             "tie_word_embeddings": false}}"#
     );
     let config = Config::from_json(&config).unwrap();
-    let source = RandomWeights::new(&config, 3).unwrap();
+    let source = random_weights(&config, 3).unwrap();
     let (isa, workers) = (Isa::PORTABLE, Threads::new(threads).unwrap());
-    let weights = load_weights(&config, &source, dtype, isa, &workers, &|_| true).unwrap();
+    let weights = Weights::load(&config, &source, &|_| dtype, isa, &workers, &|_| true).unwrap();
     Model::new(config, weights, Box::new(SimdBackend::new(isa, threads).unwrap()))
 }
 
@@ -42,7 +41,7 @@ fn model(head_dim: usize, dtype: WeightDtype, threads: usize) -> Model {
 fn a_model_of_every_dtype_on_every_cache() {
     for (dtype, kv) in [
         (WeightDtype::F32, KvDtype::F32),
-        (WeightDtype::Bf16, KvDtype::F16),
+        (WeightDtype::BF16, KvDtype::F16),
         (WeightDtype::Q8_0, KvDtype::F16),
     ] {
         let model = model(6, dtype, 1);
