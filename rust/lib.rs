@@ -2,13 +2,14 @@
 //!
 //! The crate in the order that data flows:
 //!
-//! - [`loader`]: `config.json` and safetensors to checked, named, shape-verified weights
-//! - [`tensor`]: growable rows, Q8_0 blocks, weights packed as the kernels read them
+//! - [`loader`]: lends the named tensors of a checkpoint, safetensors or random
+//! - [`tensor`]: growable rows, Q8_0 blocks
+//! - [`linear`]: weights packed as the kernels read them, one file a format
 //! - [`kernels`]: one source per kernel, run on the instruction set found at run time
 //! - [`threads`]: how rows and heads are split over workers
 //! - [`backend`]: what a pass runs on: instruction set, workers, counters
 //! - [`cache`]: the zero-copy KV cache, the paged one, and the copying baseline
-//! - [`model`]: the forward pass over any mixture of prompts and decode steps
+//! - [`model`]: config, weights, and the forward pass over any mixture of prompts and decode steps
 //! - [`sampler`]: logits to a token
 //!
 //! Two promises hold everywhere: the KV cache grows in place and is read by borrowing, and every
@@ -19,6 +20,7 @@ pub mod backend;
 pub mod cache;
 pub mod error;
 pub mod kernels;
+pub mod linear;
 pub mod loader;
 pub mod model;
 pub mod sampler;

@@ -21,12 +21,12 @@ pub fn attention(
     sequences: &mut [Sequence<'_>],
     scratch: &mut Scratch,
 ) -> Result<()> {
-    let (arena, dtype, layer) = (&pass.weights.arena, pass.weights.dtype, &pass.weights.layers[index]);
+    let (arena, layer) = (&pass.weights.arena, &pass.weights.layers[index]);
     let (config, isa, threads, m) = (pass.config, pass.backend.isa, &pass.backend.threads, pass.m);
     let (q_width, kv_width) = (config.q_width(), config.kv_width());
     let width = q_width + 2 * kv_width;
     // 1. stacked q/k/v in one matmul: [m, hidden] -> [m, q | k | v]
-    let normed = &scratch.operands[..m * dtype.activation_words(config.hidden_size)];
+    let normed = &scratch.operands[..m * layer.qkv_proj.activation_words()];
     let qkv = &mut scratch.qkv[..m * width];
     pass.time(Op::QkvProj, || layer.qkv_proj.matmul(arena, isa, threads, normed, Output::Set(qkv)));
     // 2. per-head RMSNorm of q and k, then rotation, in place
@@ -69,10 +69,11 @@ pub fn attention(
     scratch.lent = lent.recycle();
     pass.finite(index, Op::Attention, attended)?;
     // 5. [m, q] -> [m, hidden]
-    let operands = &mut scratch.operands[..m * dtype.activation_words(q_width)];
+    let words = layer.o_proj.activation_words();
+    let operands = &mut scratch.operands[..m * words];
     pass.time(Op::Activations, || {
-        threads.for_each_row(operands, dtype.activation_words(q_width), ROWS_PER_TASK, |r, out| {
-            dtype.write_activations(isa, &attended[r * q_width..(r + 1) * q_width], out);
+        threads.for_each_row(operands, words, ROWS_PER_TASK, |r, out| {
+            layer.o_proj.activations().write(isa, &attended[r * q_width..(r + 1) * q_width], out);
         });
     });
     let hidden = &mut scratch.hidden[..m * config.hidden_size];

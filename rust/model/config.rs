@@ -4,7 +4,9 @@
 use crate::cache::KvShape;
 use crate::error::{Error, Result};
 use crate::kernels::attention::MAX_HEAD_DIM;
+use crate::loader::read_json;
 use serde_json::{Map, Value};
+use std::path::Path;
 
 /// The shape of a Qwen3 model, checked. Field names are the checkpoint's.
 #[derive(Clone, Debug, PartialEq)]
@@ -26,6 +28,18 @@ pub struct Config {
 const LARGEST_SIZE: usize = 1 << 24;
 
 impl Config {
+    /// Reads the `config.json` of a checkpoint directory.
+    ///
+    /// # Errors
+    /// `File` if it cannot be read, `Model` for what is wrong; both name the file, and the field.
+    pub fn open(directory: &Path) -> Result<Self> {
+        let text = read_json(&directory.join("config.json"))?;
+        Self::from_json(&text).map_err(|error| match error {
+            Error::Model(what) => Error::model(format!("{}: {what}", directory.display())),
+            other => other,
+        })
+    }
+
     /// Reads the text of a `config.json`.
     ///
     /// # Errors

@@ -15,9 +15,9 @@ pub fn layer(
 ) -> Result<()> {
     let layer = &pass.weights.layers[index];
     pass.go_on()?;
-    pass.norm(&layer.input_layernorm, &scratch.hidden, &mut scratch.operands);
+    pass.norm(&layer.input_layernorm, &layer.qkv_proj, &scratch.hidden, &mut scratch.operands);
     attention(pass, index, sequences, scratch)?;
     pass.go_on()?;
-    pass.norm(&layer.post_attention_layernorm, &scratch.hidden, &mut scratch.operands);
+    pass.norm(&layer.post_attention_layernorm, &layer.gate_proj, &scratch.hidden, &mut scratch.operands);
     mlp(pass, index, scratch)
 }

@@ -9,16 +9,17 @@ mod rope;
 mod scratch;
 mod snapshot;
 mod turns;
+mod weights;
 
 pub use config::Config;
 pub use pass::{Logits, Sequence};
 pub use rope::Rope;
 pub use turns::Interrupt;
+pub use weights::{LayerWeights, Progress, Weights, random_weights};
 
 use crate::backend::{Backend, Phase};
 use crate::cache::{BasicKvCache, ConcatKvCache, KvCache};
 use crate::error::{Error, Result};
-use crate::loader::Weights;
 use crate::tensor::KvDtype;
 use pass::{Claim, Outcome, Pass};
 use scratch::Scratch;

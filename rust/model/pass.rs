@@ -5,12 +5,13 @@ use super::config::Config;
 use super::layer::layer;
 use super::scratch::Scratch;
 use super::turns::Interrupt;
+use super::weights::Weights;
 use crate::backend::{Backend, Op};
 use crate::cache::KvCache;
 use crate::error::{Error, Result};
 use crate::kernels::float::AllFinite;
 use crate::kernels::matmul::Output;
-use crate::loader::Weights;
+use crate::linear::Linear;
 use crate::tensor::KvDtype;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -144,10 +145,9 @@ impl Pass<'_> {
             return Ok(Outcome::Finite);
         }
         let Scratch { wanted, hidden: x, operands, .. } = scratch;
-        let words = weights.dtype.activation_words(hidden);
-        let operands = &mut operands[..wanted.len() * words];
-        self.norm_rows(&weights.norm, x, |i| wanted[i], operands);
-        let lm_head = weights.lm_head.as_ref().unwrap_or(&weights.embed_tokens);
+        let lm_head = weights.lm_head();
+        let operands = &mut operands[..wanted.len() * lm_head.activation_words()];
+        self.norm_rows(&weights.norm, lm_head, x, |i| wanted[i], operands);
         self.time(Op::LmHead, || {
             let (isa, threads) = (backend.isa, &backend.threads);
             lm_head.matmul(&weights.arena, isa, threads, operands, Output::Set(logits));
@@ -177,20 +177,25 @@ impl Pass<'_> {
         }
     }
 
-    /// The rows of `x / rms(x) * weight`, as the next matmul reads them.
-    pub fn norm(&self, weight: &[f32], x: &[f32], out: &mut [f32]) {
-        let words = self.weights.dtype.activation_words(weight.len());
-        self.norm_rows(weight, x, |i| i, &mut out[..self.m * words]);
+    /// The rows of `x / rms(x) * weight`, as the matmul with `reader` reads them.
+    pub fn norm(&self, weight: &[f32], reader: &Linear, x: &[f32], out: &mut [f32]) {
+        self.norm_rows(weight, reader, x, |i| i, &mut out[..self.m * reader.activation_words()]);
     }
 
     /// [`Pass::norm`] of rows `row(i)`.
-    fn norm_rows(&self, weight: &[f32], x: &[f32], row: impl Fn(usize) -> usize + Sync, out: &mut [f32]) {
-        let (isa, dtype, width) = (self.backend.isa, self.weights.dtype, weight.len());
+    fn norm_rows(
+        &self,
+        weight: &[f32],
+        reader: &Linear,
+        x: &[f32],
+        row: impl Fn(usize) -> usize + Sync,
+        out: &mut [f32],
+    ) {
+        let (isa, words, width) = (self.backend.isa, reader.activation_words(), weight.len());
         self.time(Op::RmsNorm, || {
-            let words = dtype.activation_words(width);
             self.backend.threads.for_each_row(out, words, ROWS_PER_TASK, |i, out| {
                 let x = &x[row(i) * width..][..width];
-                dtype.write_normed(isa, x, weight, self.config.rms_norm_eps, out);
+                reader.activations().write_normed(isa, x, weight, self.config.rms_norm_eps, out);
             });
         });
     }

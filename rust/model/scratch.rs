@@ -2,12 +2,11 @@
 
 use super::config::Config;
 use super::pass::Sequence;
+use super::weights::Weights;
 use crate::cache::{KvView, Lent};
 use crate::error::{Error, Result};
 use crate::kernels::decode_attention::decode_scratch_words;
-use crate::kernels::gated::GATED_WORDS;
 use crate::kernels::prefill_attention::prefill_scratch_words;
-use crate::loader::Weights;
 use crate::tensor::Buffer;
 use crate::threads::Threads;
 
@@ -64,7 +63,7 @@ impl Scratch {
         m: usize,
         sequences: &[Sequence<'_>],
     ) -> Result<()> {
-        let (heads, head_dim, dtype) = (config.num_attention_heads, config.head_dim, weights.dtype);
+        let (heads, head_dim) = (config.num_attention_heads, config.head_dim);
         let steps = sequences.iter().filter(|sequence| sequence.tokens.len() == 1).count();
         // For the longest context: memory that nobody has written to is not resident.
         let decode = steps * decode_scratch_words(heads, head_dim, config.max_position_embeddings);
@@ -72,14 +71,13 @@ impl Scratch {
             true => threads.count() * prefill_scratch_words(head_dim, heads / config.num_key_value_heads),
             false => 0,
         };
-        let widest = config.hidden_size.max(config.q_width());
         for (buffer, words) in [
             (&mut self.hidden, m * config.hidden_size),
             (&mut self.qkv, m * (config.q_width() + 2 * config.kv_width())),
             (&mut self.attended, m * config.q_width()),
-            (&mut self.operands, m * dtype.activation_words(widest)),
-            (&mut self.gate_up, threads.count() * GATED_WORDS),
-            (&mut self.activated, m * dtype.activation_words(config.intermediate_size)),
+            (&mut self.operands, m * weights.operand_words()),
+            (&mut self.gate_up, weights.gated_words(m, threads.count())),
+            (&mut self.activated, m * weights.activated_words()),
             (&mut self.rotations, m * head_dim),
             (&mut self.attention, decode.max(prefill)),
         ] {

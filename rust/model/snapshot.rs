@@ -16,7 +16,7 @@ impl Model {
         self.fingerprint.get_or_init(|| {
             let mut hash = Xxh3::new();
             hash.update(self.config.identity().as_bytes());
-            hash.update(self.weights.dtype.name().as_bytes());
+            hash.update(self.weights.dtype().name().as_bytes());
             let layers = self.weights.layers.iter().flat_map(|layer| {
                 [&layer.input_layernorm, &layer.q_norm, &layer.k_norm, &layer.post_attention_layernorm]
             });

@@ -1,12 +1,24 @@
 //! How a call crosses the boundary: the GIL is released, Ctrl-C is looked for, errors become exceptions.
 
-use super::{CacheError, ModelError};
 use crate::error::Error;
 use pyo3::exceptions::{PyKeyboardInterrupt, PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
+
+pyo3::create_exception!(
+    qwen_rs,
+    ModelError,
+    pyo3::exceptions::PyException,
+    "A checkpoint is wrong: the message names the file and the field or tensor."
+);
+pyo3::create_exception!(
+    qwen_rs,
+    CacheError,
+    pyo3::exceptions::PyException,
+    "A KV cache has no room, or is in another state than the call needs."
+);
 
 impl From<Error> for PyErr {
     fn from(error: Error) -> PyErr {
@@ -15,7 +27,7 @@ impl From<Error> for PyErr {
             Error::Argument(_) => PyValueError::new_err(message),
             Error::File { path, source } => match source.raw_os_error() {
                 // With an errno Python picks the subclass (FileNotFoundError, ...) and the text.
-                Some(errno) => PyOSError::new_err((errno, os_message(&source), path)),
+                Some(errno) => PyOSError::new_err((errno, os_message(&source), path.into_os_string())),
                 None => PyOSError::new_err(message),
             },
             Error::Model(_) => ModelError::new_err(message),

@@ -12,21 +12,9 @@ mod calls;
 mod model;
 mod sequence;
 
+use calls::{CacheError, ModelError};
 use model::Model;
 use sequence::{Cache, Pool, Sampler};
-
-pyo3::create_exception!(
-    qwen_rs,
-    ModelError,
-    pyo3::exceptions::PyException,
-    "A checkpoint is wrong: the message names the file and the field or tensor."
-);
-pyo3::create_exception!(
-    qwen_rs,
-    CacheError,
-    pyo3::exceptions::PyException,
-    "A KV cache has no room, or is in another state than the call needs."
-);
 
 /// Q8_0 blocks (34 bytes each) of values whose count is a multiple of 32.
 #[pyfunction]

@@ -6,9 +6,10 @@ use crate::backend::{Backend, Phase};
 use crate::cache::BlockPool;
 use crate::error::Error;
 use crate::kernels::{Isa, peak};
-use crate::loader::{Checkpoint, RandomWeights, load_weights};
-use crate::model::{self, Config, Logits, Sequence};
-use crate::tensor::{KvDtype, Tensor, WeightDtype, zeros};
+use crate::linear::WeightDtype;
+use crate::loader::Checkpoint;
+use crate::model::{self, Config, Logits, Sequence, Weights, random_weights};
+use crate::tensor::{KvDtype, Tensor, zeros};
 use crate::threads::Threads;
 use numpy::{IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::exceptions::PyValueError;
@@ -55,6 +56,7 @@ impl Model {
         let backend = new_backend(backend, threads)?;
         let raised = Mutex::new(None);
         let loaded = heavy(py, |signals| {
+            let config = Config::open(&directory)?;
             let checkpoint = Checkpoint::open(&directory)?;
             let told = Mutex::new(Instant::now());
             let going_on = |share: f64| {
@@ -70,9 +72,8 @@ impl Model {
                 }
                 !signals.pending()
             };
-            let config = checkpoint.config().clone();
             let (isa, threads) = (backend.isa, &backend.threads);
-            let weights = load_weights(&config, &checkpoint, dtype, isa, threads, &going_on)?;
+            let weights = Weights::load(&config, &checkpoint, &|_| dtype, isa, threads, &going_on)?;
             Ok(Self(model::Model::new(config, weights, backend)))
         });
         loaded.map_err(|error| lock(&raised).take().unwrap_or(error))
@@ -93,10 +94,10 @@ impl Model {
         let backend = new_backend(backend, threads)?;
         let config = Config::from_json(config)?;
         heavy(py, |signals| {
-            let source = RandomWeights::new(&config, seed)?;
+            let source = random_weights(&config, seed)?;
             let (isa, threads) = (backend.isa, &backend.threads);
             let going_on = |_| !signals.pending();
-            let weights = load_weights(&config, &source, dtype, isa, threads, &going_on)?;
+            let weights = Weights::load(&config, &source, &|_| dtype, isa, threads, &going_on)?;
             Ok(Self(model::Model::new(config, weights, backend)))
         })
     }
@@ -144,7 +145,7 @@ impl Model {
     /// How weights are kept: ``q8_0``, ``bf16`` or ``f32``.
     #[getter]
     fn dtype(&self) -> &'static str {
-        self.0.weights().dtype.name()
+        self.0.weights().dtype().name()
     }
 
     /// Bytes of the packed weights: what a decode step reads.

@@ -1,5 +1,6 @@
 //! Storage of values that grows in place: on the heap while small, in pages of its own once large.
 
+use crate::error::{Error, Result as Fallible};
 use bytemuck::Pod;
 use memmap2::MmapMut;
 use std::fmt;
@@ -28,6 +29,17 @@ enum Storage<T> {
 /// The memory cannot be had.
 #[derive(Debug)]
 pub struct NoMemory;
+
+/// Makes `values` `len` long, with zeros where it grows.
+///
+/// # Errors
+/// `Memory` if it cannot be had; nothing has changed then.
+pub fn try_resize<T: Pod>(values: &mut Vec<T>, len: usize) -> Fallible<()> {
+    let more = len.saturating_sub(values.len());
+    values.try_reserve_exact(more).map_err(|_| Error::Memory(len.saturating_mul(size_of::<T>())))?;
+    values.resize(len, T::zeroed());
+    Ok(())
+}
 
 impl<T: Pod> Buffer<T> {
     /// `len` zeros.

@@ -6,8 +6,9 @@ mod common;
 use common::*;
 use qwen_rs::cache::{BlockPool, KV_HEADROOM_ROWS, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
+use qwen_rs::linear::WeightDtype;
 use qwen_rs::model::{Logits, Model, Sequence};
-use qwen_rs::tensor::{KvDtype, WeightDtype};
+use qwen_rs::tensor::KvDtype;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 

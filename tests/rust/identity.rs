@@ -6,8 +6,9 @@ mod common;
 
 use common::*;
 use qwen_rs::kernels::Isa;
+use qwen_rs::linear::WeightDtype;
 use qwen_rs::model::{Logits, Model, Sequence};
-use qwen_rs::tensor::{KvDtype, WeightDtype};
+use qwen_rs::tensor::KvDtype;
 use std::sync::LazyLock;
 
 /// Longer than an attention chunk, so that the merge of chunks is in every test.

@@ -17,9 +17,9 @@ use qwen_rs::kernels::Isa;
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
 use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
 use qwen_rs::kernels::q8_0::{GROUP_BLOCK, QuantizeActivations, quantized_words};
-use qwen_rs::loader::{RandomWeights, load_weights};
-use qwen_rs::model::{Config, Logits, Model, Sequence};
-use qwen_rs::tensor::{Buffer, KvDtype, Tensor, WeightDtype};
+use qwen_rs::linear::WeightDtype;
+use qwen_rs::model::{Config, Logits, Model, Sequence, Weights, random_weights};
+use qwen_rs::tensor::{Buffer, KvDtype, Tensor};
 use qwen_rs::threads::Threads;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -31,9 +31,9 @@ fn model(head_dim: usize, dtype: WeightDtype, threads: usize) -> Model {
             "tie_word_embeddings": false}}"#
     );
     let config = Config::from_json(&config).unwrap();
-    let source = RandomWeights::new(&config, 3).unwrap();
+    let source = random_weights(&config, 3).unwrap();
     let (isa, workers) = (Isa::PORTABLE, Threads::new(threads).unwrap());
-    let weights = load_weights(&config, &source, dtype, isa, &workers, &|_| true).unwrap();
+    let weights = Weights::load(&config, &source, &|_| dtype, isa, &workers, &|_| true).unwrap();
     Model::new(config, weights, Backend::simd(isa, threads).unwrap())
 }
 
@@ -41,7 +41,7 @@ fn model(head_dim: usize, dtype: WeightDtype, threads: usize) -> Model {
 fn a_model_of_every_dtype_on_every_cache() {
     for (dtype, kv) in [
         (WeightDtype::F32, KvDtype::F32),
-        (WeightDtype::Bf16, KvDtype::F16),
+        (WeightDtype::BF16, KvDtype::F16),
         (WeightDtype::Q8_0, KvDtype::F16),
     ] {
         let model = model(6, dtype, 1);

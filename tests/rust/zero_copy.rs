@@ -6,8 +6,9 @@ use common::*;
 use qwen_rs::backend::{Phase, Profiler};
 use qwen_rs::cache::{BlockPool, KV_HEADROOM_ROWS, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
+use qwen_rs::linear::WeightDtype;
 use qwen_rs::model::Model;
-use qwen_rs::tensor::{KvDtype, Tensor, WeightDtype};
+use qwen_rs::tensor::{KvDtype, Tensor};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn model(dtype: WeightDtype) -> Model {

@@ -4,15 +4,16 @@
 use qwen_rs::backend::Backend;
 use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
 use qwen_rs::kernels::Isa;
-use qwen_rs::loader::{Checkpoint, load_weights};
-use qwen_rs::model::{Logits, Model};
-use qwen_rs::tensor::{KvDtype, WeightDtype};
+use qwen_rs::linear::WeightDtype;
+use qwen_rs::loader::Checkpoint;
+use qwen_rs::model::{Config, Logits, Model, Weights};
+use qwen_rs::tensor::KvDtype;
 use std::path::PathBuf;
 
 /// Random checkpoints: GQA 4:1, 1:1, 8:1 and 3:1; heads of 16, 32, 20, 64 and 128.
 pub const CHECKPOINTS: [&str; 5] =
     ["gqa_4_1", "mha_untied_sharded", "mqa_8_1_odd_sizes", "head_dim_128_old_spelling", "gqa_3_1"];
-pub const DTYPES: [WeightDtype; 3] = [WeightDtype::F32, WeightDtype::Bf16, WeightDtype::Q8_0];
+pub const DTYPES: [WeightDtype; 3] = [WeightDtype::F32, WeightDtype::BF16, WeightDtype::Q8_0];
 pub const KV_DTYPES: [KvDtype; 2] = [KvDtype::F32, KvDtype::F16];
 
 pub fn golden(name: &str) -> PathBuf {
@@ -20,10 +21,10 @@ pub fn golden(name: &str) -> PathBuf {
 }
 
 pub fn load(name: &str, dtype: WeightDtype, backend: Backend) -> Model {
+    let config = Config::open(&golden(name)).unwrap();
     let checkpoint = Checkpoint::open(&golden(name)).unwrap();
-    let config = checkpoint.config().clone();
     let (isa, threads) = (backend.isa, &backend.threads);
-    let weights = load_weights(&config, &checkpoint, dtype, isa, threads, &|_| true).unwrap();
+    let weights = Weights::load(&config, &checkpoint, &|_| dtype, isa, threads, &|_| true).unwrap();
     Model::new(config, weights, backend)
 }
 

@@ -1,0 +1,81 @@
+//! Q8_0 weights, quantized as the `gguf` package does: blocks of 32 values along `k`, each with an F16
+//! scale of max|x| / 127.
+//!
+//! Two planes: quants `[ceil(n / 16)][blocks][8][16][4]` u8 (value + 128) and scales
+//! `[ceil(n / 16)][blocks][16]` f16. A block whose scale is below F16's smallest (all its values below
+//! some 3.8e-6) is one of zeros, as in ggml; one whose scale is above F16's largest (a value beyond some
+//! 8.3e6) is refused.
+
+use super::{Activations, Format, Packed, Scratch};
+use crate::error::Result;
+use crate::kernels::gated::gated_q8_0;
+use crate::kernels::matmul::{Output, matmul_q8_0};
+use crate::kernels::q8_0::{BLOCK, GROUP_BLOCK, InterleaveRows, QuantizeWeights, dequantize_packed_row};
+use crate::kernels::{Isa, LANES};
+use crate::tensor::try_resize;
+use crate::threads::Threads;
+use bytemuck::{cast_slice, cast_slice_mut};
+use half::f16;
+
+pub struct Q8_0;
+
+/// The planes of a weight, typed.
+fn typed<'a>(w: Packed<'a>) -> (&'a [u8], &'a [f16]) {
+    (w.planes[0], cast_slice(w.planes[1]))
+}
+
+impl Format for Q8_0 {
+    fn name(&self) -> &'static str {
+        "q8_0"
+    }
+
+    fn activations(&self) -> Activations {
+        Activations::Int8
+    }
+
+    fn group_bytes(&self, k: usize) -> [usize; 2] {
+        let blocks = k.div_ceil(BLOCK);
+        [blocks * GROUP_BLOCK, blocks * LANES * size_of::<f16>()]
+    }
+
+    fn padded(&self, k: usize) -> usize {
+        k.next_multiple_of(BLOCK)
+    }
+
+    fn pack_group(
+        &self,
+        isa: Isa,
+        scratch: &mut Scratch,
+        [out, out_scales]: [&mut [u8]; 2],
+    ) -> Result<Option<usize>> {
+        let Scratch { wide, quants, scales, .. } = scratch;
+        try_resize(quants, wide.len())?;
+        try_resize(scales, wide.len() / BLOCK)?;
+        isa.run(QuantizeWeights { x: wide, quants, scales });
+        let out_scales = cast_slice_mut(out_scales);
+        isa.run(InterleaveRows { quants, scales, out, out_scales });
+        Ok(out_scales.iter().position(|d| !d.is_finite()).map(|i| i % LANES))
+    }
+
+    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
+        matmul_q8_0(isa, threads, x, typed(w), (w.k.div_ceil(BLOCK), w.n), out);
+    }
+
+    fn gated(
+        &self,
+        pair: [Packed<'_>; 2],
+        isa: Isa,
+        threads: &Threads,
+        x: &[f32],
+        scratch: &mut [f32],
+        out: &mut [f32],
+    ) {
+        let size = (pair[0].k.div_ceil(BLOCK), pair[0].n);
+        gated_q8_0(isa, threads, x, pair.map(typed), size, scratch, out);
+    }
+
+    fn row(&self, w: Packed<'_>, lane: usize, out: &mut [f32]) {
+        let (quants, scales) = typed(w);
+        dequantize_packed_row(quants, scales, lane, out);
+    }
+}
