@@ -10,6 +10,8 @@
 pieces for a loop of your own.
 """
 
+from importlib import metadata
+
 from ._core import (
     Cache,
     CacheError,
@@ -51,4 +53,7 @@ __all__ = [
     "quantize_q8_0",
     "save_snapshot",
 ]
-__version__ = "0.1.0"
+try:
+    __version__ = metadata.version("qwen-rs")  # Cargo.toml's, through maturin
+except metadata.PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"

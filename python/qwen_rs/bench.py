@@ -8,12 +8,15 @@ f32) multiply-adds in registers for prefill.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from .engine.options import BLOCK_ROWS, DTYPES, KV, KV_DTYPES
 
 DECODE_STEPS = 16
 """Decode steps of one repetition."""
+MAX_BATCH, MAX_REPETITIONS = 1024, 10_000
 
 
 def _shape(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -61,6 +65,11 @@ class Figure:
 
     Attributes:
         name: ``prefill 512``, ``decode @4096``, ``batch 8``.
+        model: as ``--model`` or ``--shape`` named it.
+        dtype: how its weights are kept.
+        isa: the kernels that ran.
+        cpu: the processor, as the operating system names it.
+        date: when the bench began, ISO 8601 in UTC.
         tokens_per_second: the median; for a batch, of all sequences together.
         low, high: the smallest and largest repetition.
         ceiling: what bounds it, in ``unit`` (``GB/s`` or ``GMAC/s``): measured before each repetition,
@@ -72,6 +81,11 @@ class Figure:
     """
 
     name: str
+    model: str
+    dtype: str
+    isa: str
+    cpu: str
+    date: str
     threads: int
     kv: str
     kv_dtype: str
@@ -89,8 +103,11 @@ class Figure:
 class Bench:
     """Measures one model on one number of threads."""
 
-    def __init__(self, model: Model, kv: str, kv_dtype: str, repetitions: int) -> None:
-        self.model, self.kv, self.kv_dtype, self.repetitions = model, kv, kv_dtype, repetitions
+    def __init__(self, name: str, model: Model, kv: str, kv_dtype: str, repetitions: int) -> None:
+        self.name, self.model = name, model
+        self.kv, self.kv_dtype, self.repetitions = kv, kv_dtype, repetitions
+        self.cpu = cpu_name()
+        self.date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         config = model.config
         hidden, inner = config["hidden_size"], config["intermediate_size"]
         q_width = config["num_attention_heads"] * config["head_dim"]
@@ -207,6 +224,11 @@ class Bench:
         ceiling = statistics.median(ceilings)
         return Figure(
             name=name,
+            model=self.name,
+            dtype=self.model.dtype,
+            isa=self.model.isa,
+            cpu=self.cpu,
+            date=self.date,
             threads=self.model.threads,
             kv=self.kv,
             kv_dtype=self.kv_dtype,
@@ -243,6 +265,17 @@ def numbers(text: str) -> list[int]:
 numbers.__name__ = "list of whole numbers"  # how argparse names it
 
 
+def cpu_name() -> str:
+    """The processor, as the operating system names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:  # not Linux
+        pass
+    return platform.processor() or platform.machine()
+
+
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.description = "Measures prefill, decode at depth and batched decode, each beside the machine's ceiling."
     source = p.add_mutually_exclusive_group()
@@ -266,45 +299,67 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: an option cannot be used.
     """
-    if args.repetitions < 1:
-        raise ValueError(f"repetitions must be at least 1, not {args.repetitions}")
-    if 0 in args.prefill or 0 in args.batch:
-        raise ValueError("prompt lengths and batch sizes must be at least 1")
+    if not 1 <= args.repetitions <= MAX_REPETITIONS:
+        raise ValueError(f"--repetitions must be 1 to {MAX_REPETITIONS}, not {args.repetitions}")
+    if 0 in args.prefill:
+        raise ValueError("--prefill: prompt lengths must be at least 1")
+    if not all(1 <= size <= MAX_BATCH for size in args.batch):
+        raise ValueError(f"--batch: sizes must be 1 to {MAX_BATCH}")
     if args.threads is not None and (not args.threads or 0 in args.threads):
-        raise ValueError("threads must be at least 1")
-    for path in (args.json, args.plot):
-        if path is not None and not path.parent.is_dir():
-            raise FileNotFoundError(f"{path}: no such directory")
+        raise ValueError("--threads must be at least 1")
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None:
+            _check_output(option, path)
     if args.plot is not None:
         _pyplot()  # said before the work, not after it
     figures: list[Figure] = []
     with tqdm(desc="loading", unit=" runs", leave=False, disable=None) as bar:
         for threads in args.threads or [default_threads()]:
-            bench, isa = _bench(args, threads)
+            bench = _bench(args, threads)
             bar.total = (args.repetitions + 1) * (len(args.prefill) + len(args.depth) + len(args.batch))
             bar.reset()
             bar.set_description("ceilings")
-            bar.write(_header(bench, isa), end="")
+            bar.write(_header(bench), end="")
             for figure in _figures(bench, args, bar):
                 figures.append(figure)
                 bar.write(_row(figure), end="")
     if args.json is not None:
-        args.json.write_text(json.dumps([asdict(f) for f in figures], indent=1) + "\n")
+        text = json.dumps([asdict(f) for f in figures], indent=1) + "\n"
+        _write(args.json, text.encode())
     if args.plot is not None:
-        _plot(figures, args.plot)
+        _write(args.plot, _plot(figures))
     return 0
 
 
-def _bench(args: argparse.Namespace, threads: int) -> tuple[Bench, str]:
+def _check_output(option: str, path: Path) -> None:
+    """What is wrong with a file's name is said before the work, not after it."""
+    if "\0" in str(path):
+        raise ValueError(f"{option}: a file's name cannot hold NUL")
+    if path.is_dir():
+        raise IsADirectoryError(f"{option} {path}: is a directory")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{option} {path}: no such directory")
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:  # a full disk is not named by Python
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _bench(args: argparse.Namespace, threads: int) -> Bench:
+    name = args.model or DEMO
     if args.shape is not None:
+        name = f"random {args.shape}"
         model = Model.random(json.dumps(SHAPES[args.shape]), dtype=args.dtype, threads=threads)
     else:
-        model = Model.load(resolve(args.model or DEMO), dtype=args.dtype, threads=threads)
+        model = Model.load(resolve(name), dtype=args.dtype, threads=threads)
     context = int(model.config["max_position_embeddings"])
     longest = max([*args.prefill, *(d + DECODE_STEPS for d in args.depth)], default=0)
     if longest > context:
         raise ValueError(f"{longest} tokens are more than the context of {context}")
-    return Bench(model, args.kv, args.kv_dtype, args.repetitions), model.isa
+    return Bench(name, model, args.kv, args.kv_dtype, args.repetitions)
 
 
 def _figures(bench: Bench, args: argparse.Namespace, bar: Any) -> Iterator[Figure]:
@@ -320,12 +375,13 @@ def _figures(bench: Bench, args: argparse.Namespace, bar: Any) -> Iterator[Figur
         yield bench.batch(size, advance)
 
 
-def _header(bench: Bench, isa: str) -> str:
+def _header(bench: Bench) -> str:
     model = bench.model
     bandwidth, int8, f32 = bench.ceilings(20)
     return (
-        f"{isa}, {model.threads} threads of {os.cpu_count()} cores, {model.dtype} weights "
-        f"({model.weight_bytes / 1e6:.0f} MB), {bench.kv} {bench.kv_dtype} cache\n"
+        f"{bench.cpu}, {model.threads} threads of {os.cpu_count()} cores, {bench.date}\n"
+        f"{bench.name}: {model.isa} kernels, {model.dtype} weights ({model.weight_bytes / 1e6:.0f} MB), "
+        f"{bench.kv} {bench.kv_dtype} cache\n"
         f"ceilings: read {bandwidth / 1e9:.1f} GB/s, int8 {int8 / 1e9:.0f} GMAC/s, "
         f"f32 {f32 / 1e9:.0f} GMAC/s\n"
         f"{'figure':<14}{'tokens/s':>10}{'low':>9}{'high':>9}{'achieved':>17}{'of ceiling':>12}"
@@ -341,6 +397,11 @@ def _row(f: Figure) -> str:
     )
 
 
+def _title(f: Figure) -> str:
+    # Without math text: a directory's name may hold dollar signs.
+    return f"{f.model}: {f.dtype}, {f.isa}, {f.kv} {f.kv_dtype} cache\n{f.cpu}, {f.date}".replace("$", r"\$")
+
+
 def _pyplot() -> Any:
     try:
         import matplotlib
@@ -352,10 +413,11 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _plot(figures: Sequence[Figure], path: Path) -> None:
-    """Decode speed against depth, and the times of single forward passes."""
+def _plot(figures: Sequence[Figure]) -> bytes:
+    """A PNG: decode speed against depth, and the times of single forward passes."""
     pyplot = _pyplot()
     sheet, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    sheet.suptitle(_title(figures[0]) if figures else "nothing measured", fontsize=9)
     for threads in sorted({f.threads for f in figures}):
         decode = [f for f in figures if f.threads == threads and f.name.startswith("decode @")]
         depths = [int(f.name.partition("@")[2]) for f in decode]
@@ -370,5 +432,7 @@ def _plot(figures: Sequence[Figure], path: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)
-    sheet.savefig(path, dpi=120)
+    png = io.BytesIO()
+    sheet.savefig(png, dpi=120, format="png")
     pyplot.close(sheet)
+    return png.getvalue()

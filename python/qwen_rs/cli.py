@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import contextlib
+import io
 import json
 import os
+import re
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
@@ -14,19 +18,31 @@ from . import __version__, bench
 from ._core import CacheError, ModelError, default_threads
 from .checkpoint.source import DEMO
 from .engine.llm import LLM
-from .engine.metrics import trace_table
+from .engine.metrics import Metrics, trace_table
 from .engine.options import BACKENDS, DTYPES, KV, KV_DTYPES
 from .engine.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
 DEMO_PROMPT = "It is a truth universally acknowledged, that"
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+MAX_PROMPT = 32 << 20
+"""Characters of standard input; a context of 131,072 tokens holds half of it at most."""
 
 
 class _Parser(argparse.ArgumentParser):
     """One line for a usage error."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        short = re.sub(r"\S{200,}", lambda word: f"{word[0][:60]}...", message)
+        raise SystemExit(_fail(self.prog, f"{short} (see {self.prog} --help)", 2))
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        # argparse's own passes over an output that cannot be written.
+        (file or sys.stderr).write(message)
+        if sys.stdout is not None:
+            sys.stdout.flush()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,37 +98,118 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns its exit status: 0, 2 for usage, 1 for the rest."""
-    args = _parser().parse_args(argv)
-    program = f"qwen-rs {args.command}"
+    _prepare_streams()
+    program = "qwen-rs"
     try:
-        return bench.run(args) if args.command == "bench" else _generate(args)
+        args = _parser().parse_args(argv)
+        program = f"qwen-rs {args.command}"
+        _check_integers(args)
+        if sys.stdout is None:
+            raise OSError("standard output is closed")
+        status = bench.run(args) if args.command == "bench" else _generate(args)
+        sys.stdout.flush()
+    except SystemExit as end:  # --help, --version, or a usage error that has had its line
+        status = int(end.code or 0)
     except BrokenPipeError:
-        # Nothing more can be written; Python must not try again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail(program, "standard output was closed", 1)
+        status = _fail(program, "standard output was closed", 1)
     except KeyboardInterrupt:
-        return _fail(program, "interrupted", INTERRUPTED)
+        status = _fail(program, "interrupted", INTERRUPTED)
     except ValueError as error:
-        return _fail(program, error, 2)
+        status = _fail(program, error, 2)
     except OSError as error:
-        return _fail(program, _os_error(error), 1)
+        status = _fail(program, _os_error(error), 1)
     except (ModelError, CacheError) as error:
-        return _fail(program, error, 1)
+        status = _fail(program, error, 1)
     except MemoryError as error:
-        return _fail(program, str(error) or "out of memory", 1)
+        status = _fail(program, str(error) or "out of memory", 1)
+    _drop_unwritten()
+    return status
+
+
+def _prepare_streams() -> None:
+    """Gives closed standard streams the null device, and standard output a way to show every character.
+
+    Without the first, the next file that is opened, a checkpoint's, would take a closed stream's
+    descriptor; and ``print(file=None)`` would write notices into the text.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: this one
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    warned = False
+
+    def replace(error: UnicodeError) -> tuple[str | bytes, int]:
+        nonlocal warned
+        if not warned:
+            warned = True
+            print(
+                f"warning: {sys.stdout.encoding}, the encoding of standard output, lacks characters of the "
+                "text; they are written as \\uXXXX (PYTHONIOENCODING=utf-8 has them all)",
+                file=sys.stderr,
+            )
+        return codecs.backslashreplace_errors(error)
+
+    codecs.register_error("qwen_rs.replace", replace)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="qwen_rs.replace")
+
+
+def _drop_unwritten() -> None:
+    """Sends to the null device what cannot be written, else Python would try again, and fail, at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _check_integers(args: argparse.Namespace) -> None:
+    """Refuses what no 64-bit integer holds; narrower ranges stand where the numbers are used."""
+    for name, value in vars(args).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and not -(2**63) <= number < 2**64:
+                raise ValueError(f"--{name.replace('_', '-')}: {number} is out of range")
 
 
 def _fail(program: str, message: object, status: int) -> int:
     line = " ".join(str(message).split())
-    print(f"{program}: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # standard error may be what failed
+        print(f"{program}: {line}", file=sys.stderr)
     return status
 
 
 def _os_error(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    if error.strerror is None:
+        return str(error)
+    # A system call that names no file wrote to a standard stream.
+    return f"{error.filename or 'standard output'}: {error.strerror}"
 
 
 def _generate(args: argparse.Namespace) -> int:
+    if args.metrics == "json":
+        # All of standard error is one document: what else would stand there is a field of it.
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            metrics, ops = _write_text(args)
+        document = metrics.as_dict() | {"notices": said.getvalue().splitlines()}
+        if args.trace_ops:
+            fields = ("phase", "op", "calls", "milliseconds")
+            document["ops"] = [dict(zip(fields, op, strict=True)) for op in ops]
+        print(json.dumps(document), file=sys.stderr)
+        return 0
+    metrics, ops = _write_text(args)
+    if args.trace_ops:
+        print(trace_table(ops), file=sys.stderr)
+    if args.metrics == "text":
+        print(f"\n{metrics.text()}", end="", file=sys.stderr)
+    return 0
+
+
+def _write_text(args: argparse.Namespace) -> tuple[Metrics, list[tuple[Any, str, int, float]]]:
+    """Streams the text; returns what it took and, with ``--trace-ops``, the operations' statistics."""
     params = SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -121,7 +218,7 @@ def _generate(args: argparse.Namespace) -> int:
         min_p=args.min_p,
         repetition_penalty=args.repeat_penalty,
         seed=args.seed,
-        stop=args.stop,
+        stop=[_utf8("--stop", text) for text in args.stop],
     )
     prompt = _prompt(args)
     cores = default_threads()
@@ -138,34 +235,26 @@ def _generate(args: argparse.Namespace) -> int:
             raise ValueError(f"{option} cannot be used: {why}")
         state = llm.start(prompt, params)
         llm.model.trace_ops(args.trace_ops)
-        for piece in llm.pieces(state):
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
-        if sys.stdout.isatty():  # a pipe carries the text alone
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-        metrics = llm.output(state).metrics
-        if args.trace_ops:
-            print(trace_table(llm.model.op_stats()), file=sys.stderr)
-        if args.metrics == "text":
-            print(f"\n{metrics.text()}", end="", file=sys.stderr)
-        elif args.metrics == "json":
-            print(json.dumps(metrics.as_dict()), file=sys.stderr)
-    return 0
+        try:
+            for piece in llm.pieces(state):
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+        finally:  # a message about an interruption gets a line of its own
+            if state.text and not state.text.endswith("\n"):
+                sys.stdout.write("\n")
+                sys.stdout.flush()
+        return llm.output(state).metrics, llm.model.op_stats() if args.trace_ops else []
 
 
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt == "-":
-        try:
-            prompt = sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"standard input is not text: {error}") from None
+        prompt = _standard_input()
     elif args.prompt is None and args.model is None:
         prompt = DEMO_PROMPT
     elif args.prompt is None:
         raise ValueError("--prompt TEXT is needed (--prompt - reads standard input)")
     else:
-        prompt = str(args.prompt)
+        prompt = _utf8("--prompt", args.prompt)
     if not prompt:
         raise ValueError("the prompt is empty")
     if args.model is None:
@@ -175,6 +264,42 @@ def _prompt(args: argparse.Namespace) -> str:
             file=sys.stderr,
         )
     return prompt
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise OSError("standard input is closed")
+    encoding = sys.stdin.encoding or "utf-8"
+    if codecs.lookup(encoding).name == "ascii":
+        encoding = "utf-8"  # which has ASCII in it
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding=encoding, errors="strict")
+    try:
+        text = sys.stdin.read(MAX_PROMPT + 1)
+    except UnicodeDecodeError:
+        raise ValueError(f"standard input is not valid {encoding.upper()}") from None
+    except OSError as error:
+        raise OSError(f"standard input: {error.strerror or error}") from None
+    if len(text) > MAX_PROMPT:
+        raise ValueError(f"standard input is larger than a prompt can be ({MAX_PROMPT} characters)")
+    return text
+
+
+def _utf8(option: str, value: str) -> str:
+    """An argument's text. In a locale without UTF-8 (``LANG=C``), Python escapes its bytes as surrogates.
+
+    Raises:
+        ValueError: the argument's bytes are not UTF-8.
+    """
+    try:
+        value.encode()
+        return value
+    except UnicodeEncodeError:
+        pass
+    try:
+        return os.fsencode(value).decode()
+    except UnicodeError:
+        raise ValueError(f"{option} is not valid UTF-8") from None
 
 
 def _load(args: argparse.Namespace) -> LLM:
@@ -190,7 +315,3 @@ def _load(args: argparse.Namespace) -> LLM:
             threads=args.threads,
             progress=lambda share: bar.update(round(100 * share) - bar.n),
         )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -56,8 +56,9 @@ impl Isa {
     /// The one that `QWEN_RS_ISA` names, or else the best.
     pub fn from_environment() -> Result<Self> {
         let available = Self::available();
-        match std::env::var(ISA_VARIABLE) {
-            Ok(name) if !name.is_empty() => {
+        let forced = std::env::var_os(ISA_VARIABLE).map(|name| name.to_string_lossy().into_owned());
+        match forced {
+            Some(name) if !name.is_empty() => {
                 let found = available.iter().find(|isa| isa.name() == name);
                 found.copied().ok_or_else(|| {
                     let mut names: Vec<_> = available.iter().map(Self::name).collect();

@@ -207,7 +207,7 @@ print("ok")
 
 def test_the_readme_names_only_options_that_exist() -> None:
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-    command = [sys.executable, "-m", "qwen_rs.cli"]
+    command = [sys.executable, "-m", "qwen_rs"]
     known = "".join(
         subprocess.run([*command, name, "--help"], capture_output=True, text=True, check=True).stdout
         for name in ("generate", "bench")

@@ -30,7 +30,7 @@ BLOCK = re.compile(
 
 def run(*args: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "qwen_rs.cli", *args],
+        [sys.executable, "-m", "qwen_rs", *args],
         input=stdin,
         capture_output=True,
         text=True,
@@ -52,7 +52,7 @@ def test_standard_output_has_the_text_alone_and_the_block_is_on_standard_error()
         "It is a truth universally acknowledged, that", SamplingParams(max_tokens=20, temperature=0)
     )
     assert result.returncode == 0
-    assert result.stdout == expected.text
+    assert result.stdout == expected.text + "\n"
     block = BLOCK.search(result.stderr)
     assert block is not None and block.group(4) == str(len(expected.token_ids))
     assert "bundled demo" in result.stderr.splitlines()[0]
@@ -121,7 +121,17 @@ def test_stop_strings_end_the_text() -> None:
     full = run("generate", "--max-tokens", "40", "--temperature", "0").stdout
     stop = full[10:14]
     result = run("generate", "--max-tokens", "40", "--temperature", "0", "--stop", stop)
-    assert result.stdout == full[: full.index(stop)]
+    assert result.stdout == full[: full.index(stop)] + "\n"
+
+
+def test_text_ends_with_one_newline() -> None:
+    args = ["generate", "--prompt", "CHAPTER I\n", "--max-tokens", "60", "--seed", "2"]
+    text = LLM("demo").generate("CHAPTER I\n", SamplingParams(max_tokens=60, seed=2)).text
+    assert "\n" in text and not text.endswith("\n")
+    assert run(*args).stdout == text + "\n"
+    at = text.index("\n") + 1
+    before = run(*args, "--stop", text[at : at + 5])  # what ends with a newline gets no second
+    assert before.stdout == text[:at]
 
 
 def one_line(result: subprocess.CompletedProcess[str], status: int, *parts: str) -> None:
@@ -274,7 +284,7 @@ def start_long_generation() -> subprocess.Popen[bytes]:
     """Some seconds of text: the scalar backend, and a seed whose text goes on."""
     args = ["generate", "--backend", "scalar", "--max-tokens", "2000", "--temperature", "0"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "qwen_rs.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "qwen_rs", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
     process.stdout.read(1)

@@ -32,7 +32,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
         raise ValueError("model must be a directory, a hub id or 'demo', not ''")
     if name == DEMO:
         return Path(__file__).parents[1] / "demo"
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # unlike Path's, it leaves a user who does not exist as text
     if path.is_dir():
         return path
     if path.exists():
