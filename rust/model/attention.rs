@@ -1,7 +1,8 @@
 //! Self-attention of one layer: project, norm and rotate, push to the caches, attend, project back.
 
-use super::pass::{Pass, ROWS_PER_TASK, Sequence};
+use super::context::{Context, ROWS_PER_TASK};
 use super::scratch::{Scratch, Steps};
+use super::sequence::Sequence;
 use crate::backend::Op;
 use crate::cache::{KvView, Lent};
 use crate::error::Result;
@@ -16,21 +17,22 @@ use std::sync::{Mutex, PoisonError};
 /// Adds the attention of `scratch.operands`, `m` rows `[hidden]`, to `scratch.hidden`; each sequence's
 /// rows go to its own cache.
 pub fn attention(
-    pass: &Pass<'_>,
+    context: &Context<'_>,
     index: usize,
     sequences: &mut [Sequence<'_>],
     scratch: &mut Scratch,
 ) -> Result<()> {
-    let (arena, layer) = (&pass.weights.arena, &pass.weights.layers[index]);
-    let (config, isa, threads, m) = (pass.config, pass.backend.isa, &pass.backend.threads, pass.m);
+    let (arena, layer) = (&context.weights.arena, &context.weights.layers[index]);
+    let (config, isa, threads, m) =
+        (context.config, context.backend.isa, &context.backend.threads, context.m);
     let (q_width, kv_width) = (config.q_width(), config.kv_width());
     let width = q_width + 2 * kv_width;
     // 1. stacked q/k/v in one matmul: [m, hidden] -> [m, q | k | v]
     let normed = &scratch.operands[..m * layer.qkv_proj.activation_words()];
     let qkv = &mut scratch.qkv[..m * width];
-    pass.time(Op::QkvProj, || layer.qkv_proj.matmul(arena, isa, threads, normed, Output::Set(qkv)));
+    context.time(Op::QkvProj, || layer.qkv_proj.matmul(arena, isa, threads, normed, Output::Set(qkv)));
     // 2. per-head RMSNorm of q and k, then rotation, in place
-    pass.time(Op::QkNormRope, || {
+    context.time(Op::QkNormRope, || {
         let rotations = &scratch.rotations;
         threads.for_each_row(qkv, width, 2, |r, row| {
             let rotation = &rotations[r * config.head_dim..][..config.head_dim];
@@ -40,11 +42,11 @@ pub fn attention(
             }
         });
     });
-    pass.finite(index, Op::QkvProj, qkv)?;
+    context.finite(index, Op::QkvProj, qkv)?;
     // 3. push first, so that attention sees the current rows
     let qkv = Rows { data: &*qkv, rows: m, cols: width, stride: width };
-    pass.time(Op::KvPush, || push(index, sequences, qkv.columns(q_width, 2 * kv_width), threads))?;
-    pass.finite_cache(index, sequences)?;
+    context.time(Op::KvPush, || push(index, sequences, qkv.columns(q_width, 2 * kv_width), threads))?;
+    context.finite_cache(index, sequences)?;
     // 4. then borrow what each cache lends, or take a copy: [m, q]
     let attended = &mut scratch.attended[..m * q_width];
     let mut copies = Vec::new(); // of caches that cannot lend
@@ -54,7 +56,7 @@ pub fn attention(
     for sequence in &*sequences {
         let view = sequence.cache.kv_view(index, &mut lent)?;
         if view.is_none() {
-            copies.push(pass.time(Op::Materialize, || sequence.cache.materialize(index))?);
+            copies.push(context.time(Op::Materialize, || sequence.cache.materialize(index))?);
         }
         views.push(view);
     }
@@ -63,22 +65,22 @@ pub fn attention(
         *view = Some(lent.lend_materialized(k, v, config.num_key_value_heads)?);
     }
     let q = qkv.columns(0, q_width);
-    pass.time(Op::Attention, || {
-        attend(pass, sequences, q, (&lent, views), &scratch.steps, &mut scratch.attention, attended);
+    context.time(Op::Attention, || {
+        attend(context, sequences, q, (&lent, views), &scratch.steps, &mut scratch.attention, attended);
     });
     scratch.lent = lent.recycle();
-    pass.finite(index, Op::Attention, attended)?;
+    context.finite(index, Op::Attention, attended)?;
     // 5. [m, q] -> [m, hidden]
     let words = layer.o_proj.activation_words();
     let operands = &mut scratch.operands[..m * words];
-    pass.time(Op::Activations, || {
+    context.time(Op::Activations, || {
         threads.for_each_row(operands, words, ROWS_PER_TASK, |r, out| {
             layer.o_proj.activations().write(isa, &attended[r * q_width..(r + 1) * q_width], out);
         });
     });
     let hidden = &mut scratch.hidden[..m * config.hidden_size];
-    pass.time(Op::OProj, || layer.o_proj.matmul(arena, isa, threads, operands, Output::Add(hidden)));
-    pass.finite(index, Op::OProj, hidden)
+    context.time(Op::OProj, || layer.o_proj.matmul(arena, isa, threads, operands, Output::Add(hidden)));
+    context.finite(index, Op::OProj, hidden)
 }
 
 /// Pushes the rows of every sequence, `[m, k | v]`, to its own cache: single rows on all workers at once,
@@ -109,7 +111,7 @@ fn push(index: usize, sequences: &mut [Sequence<'_>], kv: Rows<'_>, threads: &Th
 
 /// `out[m, q]` = causal softmax(q k^T / sqrt(head_dim)) v, each KV head serving its group of query heads.
 fn attend(
-    pass: &Pass<'_>,
+    context: &Context<'_>,
     sequences: &[Sequence<'_>],
     q: Rows<'_>,
     (lent, views): (&Lent<'_>, &[Option<KvView>]),
@@ -117,7 +119,7 @@ fn attend(
     scratch: &mut [f32],
     out: &mut [f32],
 ) {
-    let (isa, threads, config) = (pass.backend.isa, &pass.backend.threads, pass.config);
+    let (isa, threads, config) = (context.backend.isa, &context.backend.threads, context.config);
     let head = |sequence: usize, kv_head: usize| match &views[sequence] {
         Some(view) => lent.head(view, kv_head),
         None => unreachable!("every cache lends or was copied"),

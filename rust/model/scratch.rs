@@ -1,7 +1,7 @@
 //! What a pass works in. It grows to the largest pass and stays, so that a warm step allocates nothing.
 
 use super::config::Config;
-use super::pass::Sequence;
+use super::sequence::Sequence;
 use super::weights::Weights;
 use crate::cache::{KvView, Lent};
 use crate::error::{Error, Result};

@@ -1,6 +1,6 @@
 //! Copies of a sequence's keys and values, and what tells models apart that they could come from.
 
-use super::Model;
+use super::model::Model;
 use crate::cache::KvCache;
 use crate::error::{Error, Result};
 use crate::tensor::{KvDtype, Rows, Tensor};
