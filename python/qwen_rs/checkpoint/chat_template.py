@@ -4,47 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-
 from .._core import ModelError
-from .sandbox import MAX_SOURCE, TemplateSandbox, bounded, render
+from .sandbox import Renderer, TemplateError
 from .tokenizer import Tokenizer, read_file, read_json
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, ``content`` and what else the template reads."""
 
-# What rendering raises: jinja2's own errors, and those of operations on values that do not fit.
-REFUSALS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+MAX_SOURCE = 1 << 20
+"""Characters of a template."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-
-
-class _GenerationBlock(Extension):
-    """``{% generation %}`` marks what the assistant wrote; when rendering a prompt it is plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 wants an attribute of this type)
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Any) -> str:
-        return str(caller())
 
 
 class ChatTemplate:
@@ -59,19 +31,15 @@ class ChatTemplate:
         Raises:
             ModelError: the template does not parse.
         """
-        environment = TemplateSandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        environment.filters["tojson"] = bounded(tojson)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         self._where = where
         self._special_tokens = dict(special_tokens)
         if len(source) > MAX_SOURCE:
             raise ModelError(f"{where}: the chat template is longer than {MAX_SOURCE} characters")
         try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            self._renderer = Renderer(source)
+        except UnicodeEncodeError as error:  # lone surrogates, which JSON can write
+            raise ModelError(f"{where}: the chat template is not valid text: {error}") from None
+        except TemplateError as error:
             raise ModelError(f"{where}: the chat template does not parse: {error}") from None
 
     @classmethod
@@ -127,19 +95,22 @@ class ChatTemplate:
             raise ValueError("there are no messages")
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
+        return self._render(
+            {
+                "messages": [dict(m) for m in messages],
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                **variables,
+            }
+        )
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
         try:
-            return render(
-                self._template,
-                {
-                    "messages": [dict(m) for m in messages],
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **self._special_tokens,
-                    **variables,
-                },
+            return self._renderer.render(
+                json.dumps({**self._special_tokens, **variables}, ensure_ascii=False)
             )
-        except REFUSALS as error:
+        except TemplateError as error:
             raise ValueError(f"{self._where}: the chat template refuses the messages: {error}") from None
 
 
@@ -165,15 +136,3 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str | None, str
         return None, text
     reasoning, _, content = start.partition("</think>")
     return reasoning.strip("\n"), content.lstrip("\n")
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
