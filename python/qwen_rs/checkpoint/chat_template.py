@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .._core import ModelError
+from .control_tokens import change_strings, typed_places
+from .reasoning import TAGS
 from .sandbox import Renderer, TemplateError
-from .tokenizer import Tokenizer, read_file, read_json
+from .tokenizer import Tokenizer, check_text, read_file, read_json
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, ``content`` and what else the template reads."""
@@ -17,6 +20,21 @@ Message = Mapping[str, Any]
 MAX_SOURCE = 1 << 20
 """Characters of a template."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """A conversation, ready to be answered.
+
+    Attributes:
+        text: the prompt, as the template renders it.
+        token_ids: its tokens; only what the template itself writes becomes control tokens.
+        thinking: it ends inside ``<think>``, so that the answer begins with thinking.
+    """
+
+    text: str
+    token_ids: list[int]
+    thinking: bool
 
 
 class ChatTemplate:
@@ -31,7 +49,7 @@ class ChatTemplate:
         Raises:
             ModelError: the template does not parse.
         """
-        self._where = where
+        self._where, self._source = where, source
         self._special_tokens = dict(special_tokens)
         if len(source) > MAX_SOURCE:
             raise ModelError(f"{where}: the chat template is longer than {MAX_SOURCE} characters")
@@ -91,19 +109,63 @@ class ChatTemplate:
         Traceback (most recent call last):
         ValueError: it: the chat template refuses the messages: attribute '__class__' of 'str' is unsafe
         """
+        return self._render(
+            self._variables(
+                messages,
+                enable_thinking=enable_thinking,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **variables,
+            )
+        )
+
+    def prompt(self, messages: Sequence[Message], tokenizer: Tokenizer, **options: Any) -> ChatPrompt:
+        """The prompt for a conversation in tokens.
+
+        Text of the messages, names and tools is ordinary text: where it spells out ``<|im_end|>`` or
+        another control token, it does not become that token. Only tags that are not special tokens, such
+        as ``<think>``, still do in an assistant's message.
+
+        Args:
+            messages: the turns, oldest first.
+            tokenizer: the checkpoint's.
+            options: as for ``render``.
+
+        Raises:
+            as ``render``.
+        """
+        special, tags = tokenizer.control_tokens
+        variables = self._variables(messages, **options)
+        text, places = typed_places(self._render, variables, self._source, special, tags)
+        end = text.rstrip()
+        opened = end.endswith(TAGS[0]) and len(end) - len(TAGS[0]) not in places
+        return ChatPrompt(text=text, token_ids=tokenizer.encode_typed(text, places), thinking=opened)
+
+    def _variables(
+        self,
+        messages: Sequence[Message],
+        *,
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> dict[str, Any]:
+        """What the template is given but for the special tokens, in JSON's types."""
         if not messages:
             raise ValueError("there are no messages")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                kind = type(message).__name__
+                raise ValueError(f"messages[{i}] is a {kind}: a turn is an object with role and content")
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
-        return self._render(
-            {
-                "messages": [dict(m) for m in messages],
-                "tools": tools,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-                **variables,
-            }
-        )
+        return {
+            "messages": [_json(message, f"messages[{i}]") for i, message in enumerate(messages)],
+            "tools": _json(tools, "tools"),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **{name: _json(value, name) for name, value in variables.items()},
+        }
 
     def _render(self, variables: Mapping[str, Any]) -> str:
         try:
@@ -114,25 +176,25 @@ class ChatTemplate:
             raise ValueError(f"{self._where}: the chat template refuses the messages: {error}") from None
 
 
-def split_reasoning(text: str, *, opened: bool = False) -> tuple[str | None, str]:
-    """Thinking and answer, apart: ``<think>...</think>`` is cut from the beginning.
+def _json(value: Any, what: str) -> Any:
+    """``value`` in JSON's types, and valid text throughout.
 
-    Args:
-        text: what the model wrote.
-        opened: the prompt ended inside ``<think>``.
-
-    Returns:
-        ``(reasoning or None, content)``. Thinking that was cut off before its end is all reasoning.
-
-    >>> split_reasoning("<think>Is it?</think>Yes.")
-    ('Is it?', 'Yes.')
-    >>> split_reasoning("Is it", opened=True)
-    ('Is it', '')
+    Raises:
+        ValueError: it is neither, with ``what`` it is.
     """
-    start = text.lstrip()
-    if start.startswith("<think>"):
-        start, opened = start[len("<think>") :], True
-    if not opened:
-        return None, text
-    reasoning, _, content = start.partition("</think>")
-    return reasoning.strip("\n"), content.lstrip("\n")
+
+    def check(text: str) -> str:
+        check_text(text, what)
+        return text
+
+    try:
+        plain = json.loads(json.dumps(value, default=_mapping, ensure_ascii=False))
+        return change_strings(plain, check)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"{what} cannot be written as JSON: {error}") from None
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is neither text, number, list nor object")

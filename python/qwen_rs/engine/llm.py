@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, overload
 
 from .._core import Cache, Model, Pool
-from ..checkpoint.chat_template import ChatTemplate, Message, split_reasoning
+from ..checkpoint.chat_template import ChatPrompt, ChatTemplate, Message
+from ..checkpoint.reasoning import split_reasoning
 from ..checkpoint.source import end_of_sequence_ids, generation_config, resolve
 from ..checkpoint.tokenizer import Tokenizer
 from .arguments import checked_keywords
@@ -244,6 +245,8 @@ class LLM:
     ) -> ChatOutput:
         """Answers a conversation, through the checkpoint's chat template.
 
+        What the messages and tools say is text, even where it spells out a control token.
+
         Args:
             messages: turns with ``role`` and ``content``.
             params: as for ``generate``.
@@ -254,9 +257,9 @@ class LLM:
             ValueError: the checkpoint has no template, or the template refuses the messages; and as
                 ``generate``.
         """
-        prompt = self.render_chat(messages, enable_thinking=enable_thinking, tools=tools)
-        output = self.generate(prompt, params)
-        reasoning, content = split_reasoning(output.text, opened=prompt.rstrip().endswith("<think>"))
+        prompt = self.chat_prompt(messages, enable_thinking=enable_thinking, tools=tools)
+        (output,) = self._outputs([prompt.token_ids], params)
+        reasoning, content = split_reasoning(output.text, opened=prompt.thinking)
         return ChatOutput(**vars(output), reasoning=reasoning, content=content)
 
     def render_chat(
@@ -266,14 +269,31 @@ class LLM:
         enable_thinking: bool | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt that ``chat`` generates from.
+        """The text of the prompt that ``chat`` generates from.
 
         Raises:
             ValueError: as ``chat``.
         """
+        return self._template().render(messages, enable_thinking=enable_thinking, tools=tools)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        enable_thinking: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> ChatPrompt:
+        """The prompt that ``chat`` generates from, in tokens too.
+
+        Raises:
+            ValueError: as ``chat``.
+        """
+        return self._template().prompt(messages, self.tokenizer, enable_thinking=enable_thinking, tools=tools)
+
+    def _template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise ValueError(f"{self.directory}: the checkpoint has no chat template")
-        return self.chat_template.render(messages, enable_thinking=enable_thinking, tools=tools)
+        return self.chat_template
 
     def output(self, state: SequenceState) -> Output:
         """The output of a sequence that has ended."""
