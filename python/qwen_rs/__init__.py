@@ -23,7 +23,7 @@ from ._core import (
     default_threads,
     quantize_q8_0,
 )
-from .checkpoint.chat_template import ChatTemplate, Message
+from .checkpoint.chat_template import ChatPrompt, ChatTemplate, Message
 from .checkpoint.tokenizer import Tokenizer
 from .engine.llm import LLM
 from .engine.metrics import Metrics
@@ -36,6 +36,7 @@ __all__ = [
     "Cache",
     "CacheError",
     "ChatOutput",
+    "ChatPrompt",
     "ChatTemplate",
     "Message",
     "Metrics",

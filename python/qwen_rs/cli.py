@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from . import __version__, bench
 from ._core import CacheError, ModelError, default_threads
+from .checkpoint.reasoning import TAGS, Part, ReasoningSplitter
 from .checkpoint.source import DEMO
 from .engine.llm import LLM
 from .engine.metrics import Metrics, trace_table
@@ -84,6 +85,9 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     think = chat.add_mutually_exclusive_group()
     think.add_argument("--think", dest="think", action="store_true", default=None, help="let the model think")
     think.add_argument("--no-think", dest="think", action="store_false", help="answer without thinking")
+    chat.add_argument(
+        "--no-thinking-output", action="store_true", help="write the answer alone, not the thinking before it"
+    )
     engine = p.add_argument_group("engine")
     engine.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="weights (%(default)s)")
     engine.add_argument("--kv", default=KV[0], choices=KV, help="KV cache (%(default)s)")
@@ -227,23 +231,68 @@ def _write_text(args: argparse.Namespace) -> tuple[Metrics, list[tuple[Any, str,
             f"warning: {args.threads} threads on {cores} cores; more than {cores} are slower", file=sys.stderr
         )
     with _load(args) as llm:
-        if llm.chat_template is not None and not args.raw:
-            prompt = llm.render_chat([{"role": "user", "content": prompt}], enable_thinking=args.think)
+        ids: str | list[int] = prompt
+        opened = prompt.rstrip().endswith(TAGS[0])
+        chat = llm.chat_template is not None and not args.raw
+        if chat:
+            message = {"role": "user", "content": prompt}
+            chat_prompt = llm.chat_prompt([message], enable_thinking=args.think)
+            ids, opened = chat_prompt.token_ids, chat_prompt.thinking
         elif args.chat or args.think is not None:
             option = "--chat" if args.chat else "--think" if args.think else "--no-think"
             why = "--raw was given" if args.raw else "the checkpoint has no chat template"
             raise ValueError(f"{option} cannot be used: {why}")
-        state = llm.start(prompt, params)
+        state = llm.start(ids, params)
+        display = _Display(opened, thinking=not args.no_thinking_output, chat=chat)
         llm.model.trace_ops(args.trace_ops)
         try:
             for piece in llm.pieces(state):
-                sys.stdout.write(piece.text)
+                sys.stdout.write(display.push(piece.text))
                 sys.stdout.flush()
+            sys.stdout.write(display.flush())
         finally:  # a message about an interruption gets a line of its own
-            if state.text and not state.text.endswith("\n"):
+            if display.in_a_line:
                 sys.stdout.write("\n")
-                sys.stdout.flush()
+            sys.stdout.flush()
         return llm.output(state).metrics, llm.model.op_stats() if args.trace_ops else []
+
+
+class _Display:
+    """What is written of the text: on a terminal thinking is dim, and apart from the answer; a pipe carries
+    the text as it was generated. Without ``thinking`` both show the answer alone."""
+
+    def __init__(self, opened: bool, *, thinking: bool, chat: bool) -> None:
+        terminal = sys.stdout.isatty()
+        apart = not thinking or (chat and terminal)
+        self._splitter = ReasoningSplitter(opened=opened) if apart else None
+        self._thinking = thinking
+        self._dim = ("\x1b[2m", "\x1b[0m") if terminal and not os.environ.get("NO_COLOR") else ("", "")
+        self._last: str | None = None
+        self.in_a_line = False
+        """What was shown does not end with a line end."""
+
+    def push(self, text: str) -> str:
+        return self._shown(self._show(self._splitter.push(text)) if self._splitter is not None else text)
+
+    def flush(self) -> str:
+        return self._shown(self._show(self._splitter.flush()) if self._splitter is not None else "")
+
+    def _shown(self, text: str) -> str:
+        if visible := text.removesuffix(self._dim[1]):
+            self.in_a_line = not visible.endswith("\n")
+        return text
+
+    def _show(self, parts: list[Part]) -> str:
+        out = ""
+        for kind, text in parts:
+            if kind == "reasoning" and not self._thinking:
+                continue
+            if self._last not in (None, kind):
+                out, text = f"{out}\n\n", text.lstrip("\n")
+            self._last = kind
+            before, after = self._dim if kind == "reasoning" else ("", "")
+            out += f"{before}{text}{after}"
+        return out
 
 
 def _prompt(args: argparse.Namespace) -> str:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_rs import LLM, CacheError, ChatTemplate, Model, Sampler, SamplingParams
-from qwen_rs.checkpoint.chat_template import split_reasoning
+from qwen_rs.checkpoint.reasoning import split_reasoning
 from qwen_rs.checkpoint.tokenizer import StreamDecoder, Tokenizer
 
 TEXT = "naïve café — “你好，世界” 👩‍👩‍👧‍👦 🏳️‍🌈 ﬁn\N{REPLACEMENT CHARACTER} e\u0301 \U0001f600x"  # noqa: RUF001 (as it is meant)

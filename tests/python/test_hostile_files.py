@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -324,16 +329,97 @@ def test_the_stored_corpus(checkpoint: Path) -> None:
 
 
 TEMPLATES = sorted((GOLDEN / "hostile_templates").glob("*.jinja"))
+RENDER_MEASURED = """
+import json, resource, sys
+from pathlib import Path
+from qwen_rs import ChatTemplate, ModelError
+
+def usage(who):
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+before = usage(resource.RUSAGE_SELF)
+outcome = "rendered"
+try:
+    ChatTemplate(Path(sys.argv[1]).read_text(), {}, "here").render([{"role": "user", "content": "x"}])
+except (ValueError, ModelError) as error:
+    outcome = str(error)
+import gc
+gc.collect()  # a renderer that is let go is waited for, and so counted
+after, children = usage(resource.RUSAGE_SELF), usage(resource.RUSAGE_CHILDREN)
+seconds, megabytes = (now - then + child for then, now, child in zip(before, after, children))
+print(json.dumps({"outcome": outcome, "seconds": seconds, "megabytes": megabytes}))
+"""
+
+
+def render_measured(path: Path) -> dict[str, Any]:
+    """What a template leads to, in a process of its own, with the seconds of CPU time and the megabytes
+    of memory that it took."""
+    command = [sys.executable, "-c", RENDER_MEASURED, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=10 * SECONDS + 20)
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_a_template_that_loops_grows_or_reaches_out_is_refused(path: Path) -> None:
+def test_a_hostile_template_has_a_second_and_200_megabytes(path: Path) -> None:
     tried["files"] += 1
-    started = time.perf_counter()
+    measured = render_measured(path)
+    assert "\n" not in measured["outcome"]
+    failures = "here: the chat template (refuses the messages|does not parse): ."
+    assert re.match(f"rendered|{failures}", measured["outcome"])
+    assert measured["megabytes"] < 200
+    # A guard, far above the limit: the rest is Python's own start, and machines are slow.
+    assert measured["seconds"] < 3 * SECONDS
+
+
+REACHING_OUT = [
+    "a-class",
+    "a-class-by-filter",
+    "a-class-by-item",
+    "a-class-by-str.format",
+    "a-class-in-a-condition",
+    "a-list-changed",
+    "a-message-changed",
+    "an-import",
+    "another-file",
+    "globals-of-a-function",
+]
+
+
+@pytest.mark.parametrize("name", REACHING_OUT)
+def test_a_template_that_reaches_out_is_refused(name: str) -> None:
+    source = (GOLDEN / "hostile_templates" / f"{name}.jinja").read_text()
     with pytest.raises(ValueError, match="refuses the messages") as caught:
-        ChatTemplate(path.read_text(), {}, "here").render([{"role": "user", "content": "x"}])
+        ChatTemplate(source, {}, "here").render([{"role": "user", "content": "x"}])
     assert "\n" not in str(caught.value)
-    assert time.perf_counter() - started < 10 * SECONDS
+
+
+def test_a_template_renders_again_after_its_renderer_was_killed() -> None:
+    source = "{% if messages[0].content == 'x' %}{{ ('a' * 10 ** 7) in ('ab' * 10 ** 9) }}{% endif %}fine"
+    template = ChatTemplate(source, {}, "here")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="refuses the messages: it needs more than"):
+            template.render([{"role": "user", "content": "x"}])
+        assert template.render([{"role": "user", "content": "y"}]) == "fine"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_threads_and_a_forked_process_render_too() -> None:
+    template = ChatTemplate("{% for i in range(20000) %}{% endfor %}{{ messages[0].content }}", {}, "here")
+    names = [str(i) for i in range(32)]
+
+    def render(name: str) -> str:
+        return template.render([{"role": "user", "content": name}])
+
+    with ThreadPoolExecutor(4) as pool:
+        busy = pool.map(render, names)
+        child = os.fork()  # while a thread waits for its text
+        if child == 0:
+            signal.alarm(60)  # a lock that nobody lets go of would be waited for
+            os._exit(0 if [render(name) for name in "ab"] == ["a", "b"] else 1)
+        assert list(busy) == names
+    assert os.waitpid(child, 0)[1] == 0
+    assert render("after") == "after"
 
 
 @pytest.mark.parametrize(

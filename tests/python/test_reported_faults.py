@@ -35,7 +35,7 @@ from qwen_rs import (
     load_snapshot,
     save_snapshot,
 )
-from qwen_rs.checkpoint.chat_template import split_reasoning
+from qwen_rs.checkpoint.reasoning import split_reasoning
 from qwen_rs.checkpoint.tokenizer import StreamDecoder
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)

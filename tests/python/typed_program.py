@@ -15,6 +15,7 @@ from qwen_rs import (
     Cache,
     CacheError,
     ChatOutput,
+    ChatPrompt,
     ChatTemplate,
     Message,
     Metrics,
@@ -64,6 +65,8 @@ def chat(llm: LLM) -> str:
         answers: list[ChatOutput] = llm.chat([messages, messages])
         assert len(answers) == 2
     except ValueError:  # the demo has no template
+        prompt: ChatPrompt = template.prompt(messages, llm.tokenizer)
+        assert prompt.token_ids == llm.tokenizer.encode("Hello", special_tokens=False)
         return template.render(messages)
     return answer.content
 

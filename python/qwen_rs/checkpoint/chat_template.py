@@ -4,47 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-
 from .._core import ModelError
-from .sandbox import MAX_SOURCE, TemplateSandbox, bounded, render
-from .tokenizer import Tokenizer, read_file, read_json
+from .control_tokens import change_strings, typed_places
+from .reasoning import TAGS
+from .sandbox import Renderer, TemplateError
+from .tokenizer import Tokenizer, check_text, read_file, read_json
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, ``content`` and what else the template reads."""
 
-# What rendering raises: jinja2's own errors, and those of operations on values that do not fit.
-REFUSALS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+MAX_SOURCE = 1 << 20
+"""Characters of a template."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
-class _GenerationBlock(Extension):
-    """``{% generation %}`` marks what the assistant wrote; when rendering a prompt it is plain text."""
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """A conversation, ready to be answered.
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2 wants an attribute of this type)
+    Attributes:
+        text: the prompt, as the template renders it.
+        token_ids: its tokens; only what the template itself writes becomes control tokens.
+        thinking: it ends inside ``<think>``, so that the answer begins with thinking.
+    """
 
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    def _render(self, caller: Any) -> str:
-        return str(caller())
+    text: str
+    token_ids: list[int]
+    thinking: bool
 
 
 class ChatTemplate:
@@ -59,19 +49,15 @@ class ChatTemplate:
         Raises:
             ModelError: the template does not parse.
         """
-        environment = TemplateSandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        environment.filters["tojson"] = bounded(tojson)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        self._where = where
+        self._where, self._source = where, source
         self._special_tokens = dict(special_tokens)
         if len(source) > MAX_SOURCE:
             raise ModelError(f"{where}: the chat template is longer than {MAX_SOURCE} characters")
         try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            self._renderer = Renderer(source)
+        except UnicodeEncodeError as error:  # lone surrogates, which JSON can write
+            raise ModelError(f"{where}: the chat template is not valid text: {error}") from None
+        except TemplateError as error:
             raise ModelError(f"{where}: the chat template does not parse: {error}") from None
 
     @classmethod
@@ -123,57 +109,92 @@ class ChatTemplate:
         Traceback (most recent call last):
         ValueError: it: the chat template refuses the messages: attribute '__class__' of 'str' is unsafe
         """
+        return self._render(
+            self._variables(
+                messages,
+                enable_thinking=enable_thinking,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **variables,
+            )
+        )
+
+    def prompt(self, messages: Sequence[Message], tokenizer: Tokenizer, **options: Any) -> ChatPrompt:
+        """The prompt for a conversation in tokens.
+
+        Text of the messages, names and tools is ordinary text: where it spells out ``<|im_end|>`` or
+        another control token, it does not become that token. Only tags that are not special tokens, such
+        as ``<think>``, still do in an assistant's message.
+
+        Args:
+            messages: the turns, oldest first.
+            tokenizer: the checkpoint's.
+            options: as for ``render``.
+
+        Raises:
+            as ``render``.
+        """
+        special, tags = tokenizer.control_tokens
+        variables = self._variables(messages, **options)
+        text, places = typed_places(self._render, variables, self._source, special, tags)
+        end = text.rstrip()
+        opened = end.endswith(TAGS[0]) and len(end) - len(TAGS[0]) not in places
+        return ChatPrompt(text=text, token_ids=tokenizer.encode_typed(text, places), thinking=opened)
+
+    def _variables(
+        self,
+        messages: Sequence[Message],
+        *,
+        enable_thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> dict[str, Any]:
+        """What the template is given but for the special tokens, in JSON's types."""
         if not messages:
             raise ValueError("there are no messages")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                kind = type(message).__name__
+                raise ValueError(f"messages[{i}] is a {kind}: a turn is an object with role and content")
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
+        return {
+            "messages": [_json(message, f"messages[{i}]") for i, message in enumerate(messages)],
+            "tools": _json(tools, "tools"),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **{name: _json(value, name) for name, value in variables.items()},
+        }
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
         try:
-            return render(
-                self._template,
-                {
-                    "messages": [dict(m) for m in messages],
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **self._special_tokens,
-                    **variables,
-                },
+            return self._renderer.render(
+                json.dumps({**self._special_tokens, **variables}, ensure_ascii=False)
             )
-        except REFUSALS as error:
+        except TemplateError as error:
             raise ValueError(f"{self._where}: the chat template refuses the messages: {error}") from None
 
 
-def split_reasoning(text: str, *, opened: bool = False) -> tuple[str | None, str]:
-    """Thinking and answer, apart: ``<think>...</think>`` is cut from the beginning.
+def _json(value: Any, what: str) -> Any:
+    """``value`` in JSON's types, and valid text throughout.
 
-    Args:
-        text: what the model wrote.
-        opened: the prompt ended inside ``<think>``.
-
-    Returns:
-        ``(reasoning or None, content)``. Thinking that was cut off before its end is all reasoning.
-
-    >>> split_reasoning("<think>Is it?</think>Yes.")
-    ('Is it?', 'Yes.')
-    >>> split_reasoning("Is it", opened=True)
-    ('Is it', '')
+    Raises:
+        ValueError: it is neither, with ``what`` it is.
     """
-    start = text.lstrip()
-    if start.startswith("<think>"):
-        start, opened = start[len("<think>") :], True
-    if not opened:
-        return None, text
-    reasoning, _, content = start.partition("</think>")
-    return reasoning.strip("\n"), content.lstrip("\n")
+
+    def check(text: str) -> str:
+        check_text(text, what)
+        return text
+
+    try:
+        plain = json.loads(json.dumps(value, default=_mapping, ensure_ascii=False))
+        return change_strings(plain, check)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"{what} cannot be written as JSON: {error}") from None
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is neither text, number, list nor object")

@@ -1,181 +1,146 @@
-"""The sandbox that chat templates run in.
+"""Where chat templates render: a process of their own, which the operating system limits.
 
-A template comes with a checkpoint, from anyone. It gets the messages and nothing else: reaching for
-the attributes of Python objects is refused, and so is work without bound. Loops and calls are counted,
-and no string or list grows beyond a limit.
+A template comes with a checkpoint, from anyone, and jinja2 computes whatever it says: no list of forbidden
+operations bounds what the others can do together. So jinja2 runs in a child process (``render_child.py``),
+with the messages and nothing else, a second of CPU time and a bound on its memory.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
-from typing import Any
+import importlib.util
+import os
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
 
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+from .render_child import CPU_SECONDS, MAX_TEXT, MEMORY
 
-MAX_SOURCE = 1 << 20
-"""Characters of a template."""
-MAX_STEPS = 250_000
-"""Turns of loops and calls in one rendering: a conversation of a thousand messages takes some ten
-thousand."""
-MAX_SIZE = 8 << 20
-"""Characters of a string, items of a list: far more than any context holds."""
-MAX_BITS = 4096
-"""Of a whole number."""
-# Their widths make strings of any length from nothing.
-_PADDING = frozenset(["center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill"])
-_WIDTHS = frozenset(["batch", "center", "indent", "slice", "tojson", "wordwrap"])
-MAX_WIDTH = 100
-"""What these filters may be given."""
-_WIDE = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)")
-
-_steps: ContextVar[list[int]] = ContextVar("_steps")
+WALL_SECONDS = 30.0
+"""Where the system does not limit CPU time (Windows), and for a child that is stopped."""
+# What an interpreter needs to start, and the time zone; no tokens, no settings of this program.
+ENVIRONMENT = ("DYLD_LIBRARY_PATH", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")
 
 
-class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, with bounds."""
-
-    intercepted_binops = frozenset(["*", "**", "%", "+"])
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.filters = {name: bounded(function) for name, function in self.filters.items()}
-        self.filters["_counted"] = _counted
-        self.filters["_sized"] = _sized
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        template = super()._parse(source, name, filename)
-        _Bounds().visit(template)  # in place
-        template.set_environment(self)
-        return template
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Refuses at once: an undefined value would be taken for false."""
-        raise SecurityError(f"attribute {attribute!r} of {type(obj).__name__!r} is unsafe")
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return not (isinstance(obj, str) and attr in _PADDING) and super().is_safe_attribute(obj, attr, value)
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        _count()
-        if isinstance(owner := getattr(obj, "__self__", None), str):
-            _check_growth(getattr(obj, "__name__", ""), [owner, *args, *kwargs.values()])
-        return _sized(super().call(context, obj, *args, **kwargs))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_operands(operator, left, right)
-        return super().call_binop(context, operator, left, right)
+class TemplateError(Exception):
+    """A template does not parse, cannot render, or takes too much; the reason in one line."""
 
 
-def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """The text of a template of a :class:`TemplateSandbox`.
+class Renderer:
+    """A template that renders in a child process.
 
-    Raises:
-        SecurityError: the template takes too many steps or makes too long a text.
+    The process is kept between renderings and is started anew after one that broke a limit, and in a
+    process that was forked from this one. Threads take turns.
     """
-    token = _steps.set([MAX_STEPS])
-    try:
-        parts, size = [], 0
-        for part in template.generate(variables):
-            size += len(part)
-            if size > MAX_SIZE:
-                raise SecurityError(f"its text is longer than {MAX_SIZE} characters")
-            parts.append(part)
-        return "".join(parts)
-    finally:
-        _steps.reset(token)
+
+    def __init__(self, source: str) -> None:
+        """
+        Raises:
+            TemplateError: the template does not parse.
+            OSError: the process cannot be started.
+        """
+        self._source = source
+        self._lock = threading.Lock()
+        self._process_id = os.getpid()
+        self._child: _Child | None = _Child(source)
+
+    def render(self, variables: str) -> str:
+        """The text for variables in JSON.
+
+        Raises:
+            TemplateError: the template cannot render.
+            OSError: the process cannot be started.
+        """
+        if self._process_id != os.getpid():
+            # Forked: the child is the parent's, and a thread that held the lock is not here.
+            self._lock = threading.Lock()
+            self._process_id = os.getpid()
+            self._child = None
+        with self._lock:
+            if self._child is None:
+                self._child = _Child(self._source)
+            try:
+                return self._child.ask(variables)
+            finally:
+                if self._child.ended:
+                    self._child = None
 
 
-class _Bounds(NodeTransformer):
-    """Counts the turns of every loop, and measures what ``~`` joins."""
+class _Child:
+    """The process, with its template."""
 
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
-        return node
+    def __init__(self, source: str) -> None:
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise OSError("a chat template needs a Python interpreter to render in, and here is none")
+        places = []
+        for library in ("jinja2", "markupsafe"):
+            spec = importlib.util.find_spec(library)
+            if spec is None or spec.origin is None:
+                raise ImportError(f"chat templates need {library}")
+            places.append(str(Path(spec.origin).parents[1]))
+        script = Path(__file__).with_name("render_child.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(script), *places],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            start_new_session=True,  # a Ctrl-C of the terminal is not for it
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
+        )
+        self.ended = False
+        self._end = weakref.finalize(self, _end, self._process, os.getpid())
+        self.ask(source)
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
-        self.generic_visit(node)
-        return nodes.Filter(node, "_sized", [], [], None, None, lineno=node.lineno)
+    def ask(self, request: str) -> str:
+        """The reply to a request."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            data = request.encode("utf-8")
+            watch = threading.Timer(WALL_SECONDS, self._process.kill)
+            watch.daemon = True
+            try:
+                watch.start()
+            except RuntimeError as error:  # no more threads
+                raise OSError(f"the chat template's renderer cannot be watched: {error}") from None
+            try:
+                self._process.stdin.write(struct.pack(">Q", len(data)) + data)
+                self._process.stdin.flush()
+                head = self._process.stdout.read(9)
+                kind, size = struct.unpack(">cQ", head) if len(head) == 9 else (b"", 0)
+                reply = self._process.stdout.read(size) if size <= MAX_TEXT else b""
+            except BrokenPipeError:
+                kind, size, reply = b"", 0, b""
+            finally:
+                watch.cancel()
+            if kind == b"T" and len(reply) == size:
+                return reply.decode("utf-8")
+            if kind == b"E":
+                raise TemplateError(" ".join(reply.decode("utf-8").split()) or "no reason is given")
+        except TemplateError:
+            raise
+        except BaseException:  # Ctrl-C among them: what it still replies would be taken for the next reply
+            self.end()
+            raise
+        self.end()
+        if kind == b"M":
+            raise TemplateError(f"it needs more than {MEMORY >> 20} MB")
+        raise TemplateError(f"it takes more than {CPU_SECONDS} s of CPU time, or its process was killed")
 
-
-def _count() -> None:
-    left = _steps.get()
-    left[0] -= 1
-    if left[0] < 0:
-        raise SecurityError(f"it takes more than {MAX_STEPS} steps")
-
-
-# With the context it cannot be called when a template is compiled, where nothing is counted.
-@jinja2.pass_context
-def _counted(context: Context, values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        _count()
-        yield value
-
-
-def _sized(value: Any) -> Any:
-    if isinstance(value, (str, list, tuple)) and len(value) > MAX_SIZE:
-        raise SecurityError(f"it makes a value of more than {MAX_SIZE} characters or items")
-    return value
-
-
-def bounded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose result is bounded, before it is made; how it is called stays as it is."""
-    name = function.__name__.removeprefix("do_")
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        values = [v for v in (*args, *kwargs.values()) if isinstance(v, (str, int, list, tuple))]
-        if name in _WIDTHS and any(isinstance(v, int) and v > MAX_WIDTH for v in values):
-            raise SecurityError(f"{name} is given too large a number")
-        _check_growth(name, values)
-        return _sized(function(*args, **kwargs))
-
-    return call
-
-
-def _check_growth(name: str, values: list[Any]) -> None:
-    """Refuses a filter or a method of strings whose text would be too long."""
-    texts = [v for v in values if isinstance(v, str)]
-    size = 0
-    if name == "replace" and len(texts) == 3:
-        text, old, new = texts
-        size = len(text) + text.count(old) * len(new)
-    elif name == "join":
-        between = len(texts[0]) if texts else 0
-        for parts in (v for v in values if isinstance(v, (list, tuple))):
-            size += between * len(parts) + sum(len(p) for p in parts if isinstance(p, str))
-    elif name == "indent" and texts:
-        size = len(texts[0]) + (texts[0].count("\n") + 1) * MAX_WIDTH
-    elif name == "format" and texts and _WIDE.search(texts[0]):
-        size = MAX_SIZE + 1
-    if size > MAX_SIZE:
-        raise SecurityError(f"the result of {name} is too large")
+    def end(self) -> None:
+        self.ended = True
+        self._end()
 
 
-def _check_operands(operator: str, left: Any, right: Any) -> None:
-    def size(value: Any) -> int:
-        return len(value) if isinstance(value, (str, list, tuple)) else 0
-
-    def bits(value: Any) -> int:
-        return value.bit_length() if isinstance(value, int) else 0
-
-    if operator == "+":
-        refused = size(left) + size(right) > MAX_SIZE
-    elif operator == "%":
-        refused = isinstance(left, str) and _WIDE.search(left) is not None
-    elif operator == "**":
-        refused = bits(left) * (right if isinstance(right, int) else 1) > MAX_BITS
-    else:
-        times = max(right if isinstance(right, int) else 1, left if isinstance(left, int) else 1)
-        refused = max(size(left), size(right)) * times > MAX_SIZE or bits(left) + bits(right) > MAX_BITS
-    if refused:
-        raise SecurityError(f"the result of {operator!r} is too large")
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    if owner != os.getpid():
+        return  # a forked process: the child is its parent's
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):  # what was not sent has no reader
+                pipe.close()
+    process.wait()

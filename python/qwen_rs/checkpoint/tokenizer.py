@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import stat
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,25 @@ def read_json(path: Path) -> Any:
         raise ModelError(f"{path}: not valid JSON: {error}") from None
 
 
+def check_text(text: str, what: str) -> None:
+    """Refuses what is no text: half a surrogate pair, or bytes that were no UTF-8 where Python read them.
+
+    Raises:
+        ValueError: with ``what`` is wrong, such as "the prompt".
+
+    >>> check_text("a\\udcff", "the prompt")
+    Traceback (most recent call last):
+    ValueError: the prompt is not valid text: character 1 is the byte 0xff, which is not UTF-8
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        escaped = 0xDC80 <= code <= 0xDCFF  # Python's surrogateescape
+        why = f"the byte {code - 0xDC00:#x}, which is not UTF-8" if escaped else f"half a pair, U+{code:04X}"
+        raise ValueError(f"{what} is not valid text: character {error.start} is {why}") from None
+
+
 class Tokenizer:
     """A checkpoint's ``tokenizer.json``, through the tokenizers library.
 
@@ -82,14 +104,86 @@ class Tokenizer:
         """Tokens, added ones included."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; special tokens written out in it are recognized, none are added.
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``; none are added.
+
+        Args:
+            text: the text.
+            special_tokens: whether tokens that the tokenizer adds to its vocabulary, such as
+                ``<|im_end|>``, are recognized where the text spells them out. With False all of it is
+                ordinary text, as what a user types has to be.
 
         Raises:
+            ValueError: the text is no valid Unicode.
             ModelError: the tokenizer cannot encode it.
         """
+        check_text(text, "the prompt")
+        tokenizer = self._tokenizer if special_tokens else self._plain()
         with self._failures("the tokenizer fails"):
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_typed(self, text: str, places: Sequence[int]) -> list[int]:
+        """Token ids of ``text`` in which control tokens that touch ``places`` are ordinary text.
+
+        What is left of the added tokens cuts the text, as it does in ``encode``.
+
+        Args:
+            text: a prompt.
+            places: indices of characters, in ascending order.
+
+        Raises:
+            as ``encode``.
+        """
+        check_text(text, "the prompt")
+        special, tags = self.control_tokens
+        with self._failures("the tokenizer fails"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            added = self._tokenizer.get_added_tokens_decoder()
+        ids: list[int] = list(encoding.ids)
+        if not places or added.keys().isdisjoint(ids):
+            return ids
+        control = {i for i, token in added.items() if token.content in special or token.content in tags}
+        kept: list[tuple[int, int, int]] = []  # id, start, end
+        typed = False
+        for token, (start, end) in zip(ids, encoding.offsets, strict=True):
+            if token not in added:
+                continue
+            if token in control and bisect_left(places, start) < bisect_left(places, end):
+                typed = True
+            else:
+                kept.append((token, start, end))
+        if not typed:
+            return ids
+        # Each token that is kept becomes a character which the text does not have, so that what lies
+        # between is encoded where it stands: some tokenizers treat the first of it otherwise.
+        cut = next(c for c in map(chr, range(0xFDD0, 0x110000)) if c not in text)
+        pieces, at = [], 0
+        for _, start, end in kept:
+            pieces += [text[at:start], cut]
+            at = end
+        pieces.append(text[at:])
+        plain = self._plain()
+        plain.add_special_tokens([tokenizers.AddedToken(cut, normalized=False)])
+        with self._failures("the tokenizer fails"):
+            encoded = plain.encode("".join(pieces), add_special_tokens=False)
+        tokens = iter(kept)
+        return [next(tokens)[0] if i == plain.token_to_id(cut) else i for i in encoded.ids]
+
+    @cached_property
+    def control_tokens(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Spellings of the special tokens, and of those added tokens that are control tokens though not
+        special: tags such as ``<think>`` and ``<tool_call>``. White space and words are added too."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = frozenset(token.content for token in added if token.special)
+        tags = (token.content for token in added if re.fullmatch(r"<[^<>\s]+>|\[[^][\s]+\]", token.content))
+        return special, frozenset(tags) - special
+
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer without its added tokens; the vocabulary is shared, not copied."""
+        plain = tokenizers.Tokenizer(self._tokenizer.model)
+        plain.normalizer = self._tokenizer.normalizer
+        plain.pre_tokenizer = self._tokenizer.pre_tokenizer
+        return plain
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that form no character become U+FFFD."""

@@ -35,8 +35,8 @@ def as_conversation(messages: Any, name: str = "messages") -> list[dict[str, Any
     return [_message(item, f"{name}[{i}]") for i, item in enumerate(_list(messages, name))]
 
 
-def refuse_unread_roles(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
-    """What ``render`` makes of the messages, if it reads those of every role.
+def refuse_unread_roles(render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> None:
+    """Checks that ``render`` reads the messages of every role.
 
     A role is not read if other content in all of its messages renders as the same prompt. Messages
     with tool calls are left out of this: a template may show the calls alone.
@@ -50,7 +50,6 @@ def refuse_unread_roles(render: Callable[[Sequence[Message]], str], messages: Se
             known = [name for name in ROLES if name != role and _is_read(render, messages, role, name)]
             reads = f"; it reads {', '.join(known)}" if known else ""
             raise ValueError(f"the chat template leaves out messages of the role {role!r}{reads}")
-    return prompt
 
 
 def _is_read(

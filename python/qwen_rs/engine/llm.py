@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, cast, overload
 
 from .._core import Model
-from ..checkpoint.chat_template import ChatTemplate, Message, split_reasoning
+from ..checkpoint.chat_template import ChatPrompt, ChatTemplate, Message
+from ..checkpoint.reasoning import split_reasoning
 from ..checkpoint.source import end_of_sequence_ids, generation_config, resolve
 from ..checkpoint.tokenizer import Tokenizer
 from . import generation
@@ -237,6 +238,8 @@ class LLM:
     ) -> ChatOutput | list[ChatOutput]:
         """Answers a conversation, or a list of conversations together, through the chat template.
 
+        What the messages and tools say is text, even where it spells out a control token.
+
         Args:
             messages: turns with ``role`` and ``content``, which is text or a list of text parts
                 (``{"type": "text", "text": ...}``, joined by line ends); or a list of such lists.
@@ -252,12 +255,13 @@ class LLM:
                 out those of a role; and as ``generate``.
         """
         conversations, single = as_conversations(messages)
-        prompts = [self.render_chat(c, enable_thinking=enable_thinking, tools=tools) for c in conversations]
+        prompts = [self.chat_prompt(c, enable_thinking=enable_thinking, tools=tools) for c in conversations]
+        outputs = self._outputs([prompt.token_ids for prompt in prompts], params)
         answers = [
             cast(ChatOutput, [_answer(prompt, o) for o in output])
             if isinstance(output, list)
             else _answer(prompt, output)
-            for prompt, output in zip(prompts, self._outputs(prompts, params), strict=True)
+            for prompt, output in zip(prompts, outputs, strict=True)
         ]
         return answers[0] if single else answers
 
@@ -268,16 +272,31 @@ class LLM:
         enable_thinking: bool | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
-        """The prompt that ``chat`` generates from, of one conversation.
+        """The text of the prompt that ``chat`` generates from, of one conversation.
+
+        Raises:
+            ValueError: as ``chat``.
+        """
+        return self.chat_prompt(messages, enable_thinking=enable_thinking, tools=tools).text
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        enable_thinking: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> ChatPrompt:
+        """The prompt that ``chat`` generates from, in tokens too, of one conversation.
 
         Raises:
             ValueError: as ``chat``.
         """
         if self.chat_template is None:
             raise ValueError(f"{self.directory}: the checkpoint has no chat template")
-        conversation = as_conversation(messages)
-        render = functools.partial(self.chat_template.render, enable_thinking=enable_thinking, tools=tools)
-        return refuse_unread_roles(render, conversation)
+        conversation, template = as_conversation(messages), self.chat_template
+        switches: dict[str, Any] = {"enable_thinking": enable_thinking, "tools": tools}
+        refuse_unread_roles(functools.partial(template.render, **switches), conversation)
+        return template.prompt(conversation, self.tokenizer, **switches)
 
     def start(self, prompt: Prompt, params: SamplingParams | None = None) -> SequenceState:
         """A sequence whose pieces ``pieces`` gives and whose output ``output`` gives at the end.
@@ -401,6 +420,6 @@ class LLM:
         return ids
 
 
-def _answer(prompt: str, output: Output) -> ChatOutput:
-    reasoning, content = split_reasoning(output.text, opened=prompt.rstrip().endswith("<think>"))
+def _answer(prompt: ChatPrompt, output: Output) -> ChatOutput:
+    reasoning, content = split_reasoning(output.text, opened=prompt.thinking)
     return ChatOutput(**vars(output), reasoning=reasoning, content=content)
