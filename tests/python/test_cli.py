@@ -211,7 +211,7 @@ def change_config(copy: Path, **fields: object) -> None:
     [
         ({"hidden_size": 512}, ["embed_tokens", "[4096, 256]", "[4096, 512]"]),
         ({"head_dim": 128}, ["q_proj", "shape"]),
-        ({"num_hidden_layers": 7}, ["model.layers.6.self_attn.q_proj.weight", "missing"]),
+        ({"num_hidden_layers": 7}, ["model.layers.6.input_layernorm.weight", "missing"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers"]),
         ({"num_attention_heads": 0}, ["num_attention_heads"]),
         ({"num_key_value_heads": 3}, ["multiple"]),
