@@ -73,7 +73,7 @@ impl Eq for WeightDtype {}
 
 impl fmt::Debug for WeightDtype {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(&self.name().to_uppercase())
     }
 }
 
