@@ -239,7 +239,7 @@ def test_a_pipe_carries_the_text_as_it_was_generated_or_without_the_thinking(thi
         return subprocess.run([*thinking, *extra], capture_output=True, text=True, check=True).stdout
 
     assert out() == THINKS + "\n"
-    assert out("--no-thinking-output") == "Yes."
+    assert out("--no-thinking-output") == "Yes.\n"
 
 
 def on_a_terminal(command: list[str], **environment: str) -> str:
