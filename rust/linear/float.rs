@@ -1,6 +1,7 @@
 //! BF16 and F32 weights: `[ceil(n / 16)][k][16]`, one plane.
 
-use super::{Activations, Format, Packed, Scratch};
+use super::activations::Activations;
+use super::format::{Format, Packed, Scratch};
 use crate::error::Result;
 use crate::kernels::gated::gated_float;
 use crate::kernels::matmul::{Output, matmul_float};

@@ -1,6 +1,8 @@
 //! The gated pair: what `down_proj` reads, `silu(gate_proj x) * (up_proj x)`.
 
-use super::{Activations, Arena, Linear};
+use super::activations::Activations;
+use super::arena::Arena;
+use super::weight::Linear;
 use crate::kernels::Isa;
 use crate::kernels::float::SwiGlu;
 use crate::kernels::gated::GATED_WORDS;

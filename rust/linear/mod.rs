@@ -1,166 +1,19 @@
 //! Weights of linear layers as the kernels read them: 16 output rows interleaved, all in one arena.
 //!
-//! A format is a file here (layout, packing, which kernels) and a line in [`WeightDtype`]. Formats may
+//! A format is a file here (layout, packing, which kernels) and a line where `weight.rs` lists them. Formats may
 //! differ from weight to weight, so what a matmul reads is asked of the weight: [`Linear::activations`].
 
 mod activations;
 mod arena;
 mod float;
+mod format;
 mod gated;
 mod pack;
 mod q8_0;
+mod weight;
 
 pub use activations::Activations;
 pub use arena::Arena;
 pub use gated::GatedPair;
-pub use pack::{Packer, Scratch};
-
-use crate::error::{Error, Result};
-use crate::kernels::matmul::Output;
-use crate::kernels::{Isa, LANES};
-use crate::threads::Threads;
-use half::bf16;
-use std::fmt;
-use std::marker::PhantomData;
-use std::ops::Range;
-
-/// How a weight is kept: one of the formats.
-#[derive(Clone, Copy)]
-pub struct WeightDtype(&'static dyn Format);
-
-impl WeightDtype {
-    pub const Q8_0: Self = Self(&q8_0::Q8_0);
-    pub const BF16: Self = Self(&float::Float::<bf16>(PhantomData));
-    pub const F32: Self = Self(&float::Float::<f32>(PhantomData));
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Q8_0, Self::BF16, Self::F32];
-
-    /// # Errors
-    /// `Argument`, with all names.
-    pub fn parse(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name);
-            let (last, others) = (names[names.len() - 1], names[..names.len() - 1].join(", "));
-            Error::argument(format!("dtype must be {others} or {last}, not {name:?}"))
-        })
-    }
-
-    pub fn name(self) -> &'static str {
-        self.0.name()
-    }
-
-    /// What a matmul with such a weight reads.
-    pub fn activations(self) -> Activations {
-        self.0.activations()
-    }
-
-    /// Bytes of `[n, k]` weights once packed; `None` if no number holds it.
-    pub fn packed_bytes(self, n: usize, k: usize) -> Option<usize> {
-        let groups = n.div_ceil(LANES);
-        let plane = |bytes: usize| arena::aligned(groups.checked_mul(bytes)?);
-        let [first, second] = self.0.group_bytes(k);
-        plane(first)?.checked_add(plane(second)?)
-    }
-}
-
-impl PartialEq for WeightDtype {
-    fn eq(&self, other: &Self) -> bool {
-        self.name() == other.name()
-    }
-}
-
-impl Eq for WeightDtype {}
-
-impl fmt::Debug for WeightDtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name().to_uppercase())
-    }
-}
-
-/// What a format has of its own. Its weights are groups of 16 output rows, whose bytes are in one or two
-/// planes: two runs of memory, each holding its part of every group, group after group.
-trait Format: Sync {
-    fn name(&self) -> &'static str;
-
-    fn activations(&self) -> Activations;
-
-    /// Bytes of a group, `[16, k]`, in each plane; a format of one plane has 0 in the other.
-    fn group_bytes(&self, k: usize) -> [usize; 2];
-
-    /// Columns that a row of `k` is packed as, those beyond `k` zero.
-    fn padded(&self, k: usize) -> usize;
-
-    /// Packs a group: finite values `scratch.wide` `[16][padded(k)]` to its planes. A row whose values
-    /// would become infinite is returned.
-    fn pack_group(&self, isa: Isa, scratch: &mut Scratch, planes: [&mut [u8]; 2]) -> Result<Option<usize>>;
-
-    /// The product `x[m, k] W^T`; `x` is rows of the format's activations.
-    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>);
-
-    /// `silu(gate x) * (up x)` in one pass, from and to rows of the format's activations; `scratch` holds
-    /// [`GATED_WORDS`](crate::kernels::gated::GATED_WORDS) for each worker.
-    fn gated(
-        &self,
-        pair: [Packed<'_>; 2],
-        isa: Isa,
-        threads: &Threads,
-        x: &[f32],
-        scratch: &mut [f32],
-        out: &mut [f32],
-    );
-
-    /// Row `lane` of the group that the planes of `w` start with, back to f32.
-    fn row(&self, w: Packed<'_>, lane: usize, out: &mut [f32]);
-}
-
-/// A weight's planes, borrowed from the arena.
-#[derive(Clone, Copy)]
-struct Packed<'a> {
-    planes: [&'a [u8]; 2],
-    n: usize,
-    k: usize,
-}
-
-/// Weights `[n, k]` of a linear layer; rows beyond `n` that fill the last group are zeros.
-pub struct Linear {
-    pub n: usize,
-    pub k: usize,
-    dtype: WeightDtype,
-    planes: [Range<usize>; 2], // in the arena
-}
-
-impl Linear {
-    pub fn dtype(&self) -> WeightDtype {
-        self.dtype
-    }
-
-    /// What its matmul reads.
-    pub fn activations(&self) -> Activations {
-        self.dtype.activations()
-    }
-
-    /// f32 words of a row of `k` activations as its matmul reads it.
-    pub fn activation_words(&self) -> usize {
-        self.activations().words(self.k)
-    }
-
-    fn packed<'a>(&self, arena: &'a Arena) -> Packed<'a> {
-        let planes = [arena.slice(&self.planes[0]), arena.slice(&self.planes[1])];
-        Packed { planes, n: self.n, k: self.k }
-    }
-
-    /// The product `x[m, k] W^T`; `x` is rows of [`Linear::activations`].
-    pub fn matmul(&self, arena: &Arena, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
-        self.dtype.0.matmul(self.packed(arena), isa, threads, x, out);
-    }
-
-    /// Row `r`, back to f32: what an embedding look-up reads.
-    pub fn row(&self, arena: &Arena, r: usize, out: &mut [f32]) {
-        assert!(r < self.n && out.len() == self.k);
-        let mut w = self.packed(arena);
-        for (plane, bytes) in w.planes.iter_mut().zip(self.dtype.0.group_bytes(self.k)) {
-            *plane = &plane[r / LANES * bytes..];
-        }
-        self.dtype.0.row(w, r % LANES, out);
-    }
-}
+pub use pack::Packer;
+pub use weight::{Linear, WeightDtype};

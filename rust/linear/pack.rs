@@ -1,12 +1,13 @@
 //! From a checkpoint's tensors to packed weights, in one pass over their bytes.
 
-use super::{Arena, Linear, WeightDtype};
+use super::arena::Arena;
+use super::format::Scratch;
+use super::weight::{Linear, WeightDtype};
 use crate::error::{Error, Result};
 use crate::kernels::float::AllFinite;
 use crate::kernels::{Isa, LANES};
 use crate::tensor::{StoredTensor, try_resize};
 use crate::threads::Threads;
-use half::f16;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
@@ -22,15 +23,6 @@ pub struct Packer<'a> {
     threads: &'a Threads,
     /// One for each worker, made when it is first needed.
     idle: Mutex<Vec<Scratch>>,
-}
-
-/// What packing a group needs.
-#[derive(Default)]
-pub struct Scratch {
-    stored: Vec<u8>,             // up to 16 rows as they are stored
-    pub(super) wide: Vec<f32>,   // [16][padded k]
-    pub(super) quants: Vec<i8>,  // a format's own
-    pub(super) scales: Vec<f16>, // likewise
 }
 
 /// Some groups and their part of each plane.

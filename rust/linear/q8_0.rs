@@ -6,7 +6,8 @@
 //! some 3.8e-6) is one of zeros, as in ggml; one whose scale is above F16's largest (a value beyond some
 //! 8.3e6) is refused.
 
-use super::{Activations, Format, Packed, Scratch};
+use super::activations::Activations;
+use super::format::{Format, Packed, Scratch};
 use crate::error::Result;
 use crate::kernels::gated::gated_q8_0;
 use crate::kernels::matmul::{Output, matmul_q8_0};
