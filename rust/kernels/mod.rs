@@ -10,7 +10,7 @@ mod isa;
 mod ops;
 mod tiles;
 
-pub use isa::lanes::{Element, Kernel, LANES};
+pub use isa::lanes::{Element, Kernel, LANES, Lanes};
 pub use ops::{attention, float, gated, matmul, peak, prefill_attention, q8_0};
 
 use isa::portable;
