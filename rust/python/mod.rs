@@ -228,7 +228,8 @@ impl Model {
         self.0.backend().name()
     }
 
-    /// The instruction set of the kernels: ``avx512``, ``avx2`` (with or without VNNI) or ``portable``.
+    /// The instruction set of the kernels, by the name that ``QWEN_RS_ISA`` forces it by: ``avx512``,
+    /// ``avx2-vnni``, ``avx2`` or ``portable``.
     #[getter]
     fn isa(&self) -> &'static str {
         self.0.backend().isa().name()
@@ -433,12 +434,12 @@ fn quantize_q8_0<'py>(
     Ok(bytes.into_pyarray(py))
 }
 
-/// The instruction sets that this machine runs, the best one first.
+/// The instruction sets that this machine runs, the best one first, by the names that ``QWEN_RS_ISA``
+/// takes: ``avx512`` (with VNNI), ``avx2-vnni`` (AVX2, FMA, F16C and AVX-VNNI), ``avx2`` (AVX2, FMA and
+/// F16C) and ``portable``.
 #[pyfunction]
 fn available_isas() -> Vec<&'static str> {
-    let mut names: Vec<_> = Isa::available().iter().map(Isa::name).collect();
-    names.dedup();
-    names
+    Isa::available().iter().map(Isa::name).collect()
 }
 
 /// As many threads as this process may use: affinity and control groups count.
