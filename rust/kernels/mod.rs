@@ -10,7 +10,7 @@ mod isa;
 mod ops;
 mod tiles;
 
-pub use isa::lanes::{Element, Kernel, LANES};
+pub use isa::lanes::{Element, Kernel, LANES, Lanes};
 pub use ops::{attention, decode_attention, float, gated, matmul, peak, prefill_attention, q8_0};
 
 use isa::portable;
@@ -61,8 +61,7 @@ impl Isa {
             Some(name) if !name.is_empty() => {
                 let found = available.iter().find(|isa| isa.name() == name);
                 found.copied().ok_or_else(|| {
-                    let mut names: Vec<_> = available.iter().map(Self::name).collect();
-                    names.dedup();
+                    let names: Vec<_> = available.iter().map(Self::name).collect();
                     Error::argument(format!("{ISA_VARIABLE}={name}: this machine runs {}", names.join(", ")))
                 })
             }
@@ -70,12 +69,15 @@ impl Isa {
         }
     }
 
-    /// The name that forces it; AVX2 with and without AVX-VNNI go by the same.
+    /// The name that forces it: `avx512` (with VNNI), `avx2-vnni` (AVX2, FMA, F16C and AVX-VNNI), `avx2`
+    /// (the same without AVX-VNNI) or `portable`.
     pub fn name(&self) -> &'static str {
         match self.0 {
             Found::Portable(_) => "portable",
             #[cfg(target_arch = "x86_64")]
-            Found::Avx2(_) | Found::AvxVnni(_) => "avx2",
+            Found::Avx2(_) => "avx2",
+            #[cfg(target_arch = "x86_64")]
+            Found::AvxVnni(_) => "avx2-vnni",
             #[cfg(target_arch = "x86_64")]
             Found::Avx512(_) => "avx512",
         }
@@ -98,10 +100,6 @@ impl Isa {
 
 impl std::fmt::Debug for Isa {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0 {
-            #[cfg(target_arch = "x86_64")]
-            Found::AvxVnni(_) => f.write_str("avx2 with vnni"),
-            _ => f.write_str(self.name()),
-        }
+        f.write_str(self.name())
     }
 }

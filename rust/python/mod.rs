@@ -35,12 +35,12 @@ fn quantize_q8_0<'py>(
     Ok(bytes.into_pyarray(py))
 }
 
-/// The instruction sets that this machine runs, the best one first.
+/// The instruction sets that this machine runs, the best one first, by the names that ``QWEN_RS_ISA``
+/// takes: ``avx512`` (with VNNI), ``avx2-vnni`` (AVX2, FMA, F16C and AVX-VNNI), ``avx2`` (AVX2, FMA and
+/// F16C) and ``portable``.
 #[pyfunction]
 fn available_isas() -> Vec<&'static str> {
-    let mut names: Vec<_> = Isa::available().iter().map(Isa::name).collect();
-    names.dedup();
-    names
+    Isa::available().iter().map(Isa::name).collect()
 }
 
 /// As many threads as this process may use: affinity and control groups count.

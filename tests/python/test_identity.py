@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import checkpoints
 import numpy as np
 import pytest
 from conftest import DEMO, GOLDEN
@@ -48,6 +50,26 @@ def test_this_machine_reproduces_the_stored_bits(isa: str) -> None:
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert json.loads(result.stdout) == stored()
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-38, 3e-37, 1e-36, 1e-35, 1e25])
+def test_tiny_and_huge_activations_give_the_same_bits(
+    scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """127 / largest of a block of activations overflows below 3.7e-37; a final norm's weight brings it there."""
+    config = checkpoints.config()
+    tensors = checkpoints.weights(config)
+    tensors["model.norm.weight"] = np.full(config["hidden_size"], scale, np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoints.write_safetensors(tmp_path / "model.safetensors", tensors, "F32")
+    for dtype in DTYPES:
+        logits = {}
+        for isa in available_isas():
+            monkeypatch.setenv("QWEN_RS_ISA", isa)
+            model = Model.load(tmp_path, dtype=dtype)
+            assert model.isa == isa
+            logits[isa] = model.prefill(model.new_cache(), [5, 200, 33], all_logits=True).tobytes()
+        assert len(set(logits.values())) == 1, f"{dtype}: {', '.join(logits)} differ"
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -56,12 +56,15 @@ def test_q8_0_is_close_to_f32_on_the_demo_model(demo: LLM, demo_f32: Model) -> N
 def test_q8_0_blocks_are_those_of_gguf(seed: int) -> None:
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(32 * 500).astype(np.float32) * 10.0 ** rng.integers(-6, 4, 1)
-    # Blocks of zeros, of one value, of halves (where rounding is decided), and of tiny values.
+    # Blocks of zeros, of one value, of halves (where rounding is decided), of tiny values, and of values
+    # whose scale is a denormal float with a finite inverse.
     values[:32] = 0
     values[32:64] = -3.25
     values[64:96] = np.arange(32) - 15.5
     values[95] = 127.0
     values[96:128] = 1e-30
+    values[128:160] = rng.standard_normal(32) * 1e-37
+    values[150] = 6e-37
     values = values.astype(np.float32)
     expected = gguf.quantize(values.reshape(1, -1), gguf.GGMLQuantizationType.Q8_0)
     assert quantize_q8_0(values).tobytes() == expected.tobytes()

@@ -7,6 +7,7 @@ use qwen_rs::kernels::attention::{AttentionRow, CHUNK, KvHead, KvRun, MergeChunk
 use qwen_rs::kernels::float::{ExpSum, NormRope, RmsNorm, SwiGlu};
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
 use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
+use qwen_rs::kernels::peak::{f32_rate, int8_rate};
 use qwen_rs::kernels::q8_0::{BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words};
 use qwen_rs::kernels::{Element, Isa, LANES};
 use qwen_rs::threads::Threads;
@@ -386,6 +387,33 @@ fn check_attention<T: Element>(
             assert!(error < 2e-3, "{error} at {h}, {i} of {heads} x {width} x {context}");
         }
     }
+}
+
+/// An int8 dot product does 4 times as many multiply-adds as an f32 operation; without VNNI it takes four
+/// instructions, which is at most twice the f32 rate. A ceiling beyond twice that means that the compiler
+/// took work out of the loop. Medians of ratios within one run. The portable f32 ceiling is left out:
+/// without FMA it calls a function.
+#[test]
+fn the_int8_ceiling_is_possible() {
+    let threads = Threads::new(1).unwrap();
+    for isa in Isa::available().into_iter().filter(|isa| isa.name() != "portable") {
+        let rates: [_; 15] = std::array::from_fn(|_| (int8_rate(isa, &threads), f32_rate(isa, &threads)));
+        let mut ratios = rates.map(|(int8, f32)| int8 / f32);
+        ratios.sort_by(f64::total_cmp);
+        let ratio = ratios[ratios.len() / 2];
+        println!("{isa:?}: int8 at {ratio:.2} times the f32 rate");
+        let most = if isa.name() == "avx2" { 4.0 } else { 8.0 };
+        assert!(ratio <= most, "{isa:?}: {ratio} times the f32 rate");
+    }
+}
+
+#[test]
+fn every_instruction_set_has_a_name_of_its_own() {
+    let mut names: Vec<_> = Isa::available().iter().map(Isa::name).collect();
+    assert_eq!(names.last(), Some(&"portable"));
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), Isa::available().len());
 }
 
 #[test]

@@ -103,6 +103,12 @@ macro_rules! fold_each {
     };
 }
 
+/// [`Lanes::max_bits`] of half the lanes. Only they call it, so the CPU has AVX2.
+#[inline(always)]
+fn larger_bits(a: __m256, b: __m256) -> __m256 {
+    lane!(_mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b))))
+}
+
 impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type F = Floats;
     type I = [__m256i; 2];
@@ -146,7 +152,16 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     #[inline(always)]
     unsafe fn store_i8(self, p: *mut i8, v: Floats) {
         lane! {{
-            let words = _mm256_packs_epi32(_mm256_cvtps_epi32(v[0]), _mm256_cvtps_epi32(v[1]));
+            // Conversion gives i32::MIN for all that no i32 holds: what is large is clamped before, NaN is
+            // made 0, and packing saturates the rest.
+            let largest = _mm256_set1_ps(127.0);
+            let mut whole = [_mm256_setzero_si256(); 2];
+            for half in 0..2 {
+                let number = _mm256_cmp_ps::<_CMP_ORD_Q>(v[half], v[half]);
+                let clamped = _mm256_min_ps(largest, v[half]);
+                whole[half] = _mm256_cvtps_epi32(_mm256_and_ps(number, clamped));
+            }
+            let words = _mm256_packs_epi32(whole[0], whole[1]);
             let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words); // packs works in 128-bit halves
             let bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
             _mm_storeu_si128(p.cast(), bytes);
@@ -178,6 +193,14 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         lane!([_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])])
     }
     #[inline(always)]
+    fn min(self, a: Floats, b: Floats) -> Floats {
+        lane!([_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])])
+    }
+    #[inline(always)]
+    fn max_bits(self, a: Floats, b: Floats) -> Floats {
+        [larger_bits(a[0], b[0]), larger_bits(a[1], b[1])]
+    }
+    #[inline(always)]
     fn abs(self, a: Floats) -> Floats {
         lane! {{
             let sign = _mm256_set1_ps(-0.0);
@@ -196,10 +219,10 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         ])
     }
     #[inline(always)]
-    fn keep_if_ge(self, a: Floats, b: Floats, v: Floats) -> Floats {
+    fn zero_if_lt(self, a: Floats, b: Floats, v: Floats) -> Floats {
         lane!([
-            _mm256_and_ps(_mm256_cmp_ps::<_CMP_GE_OQ>(a[0], b[0]), v[0]),
-            _mm256_and_ps(_mm256_cmp_ps::<_CMP_GE_OQ>(a[1], b[1]), v[1])
+            _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(a[0], b[0]), v[0]),
+            _mm256_and_ps(_mm256_cmp_ps::<_CMP_NLT_UQ>(a[1], b[1]), v[1])
         ])
     }
     #[inline(always)]
@@ -207,8 +230,8 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         lane! {{
             let bias = _mm256_set1_epi32(127);
             let biased = [
-                _mm256_add_epi32(_mm256_cvtps_epi32(n[0]), bias),
-                _mm256_add_epi32(_mm256_cvtps_epi32(n[1]), bias),
+                _mm256_add_epi32(_mm256_cvttps_epi32(n[0]), bias),
+                _mm256_add_epi32(_mm256_cvttps_epi32(n[1]), bias),
             ];
             [
                 _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased[0])),
@@ -239,8 +262,8 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
         fold_each!(_mm256_add_ps, rows)
     }
     #[inline(always)]
-    fn max_each(self, rows: &[Floats; 16]) -> Floats {
-        fold_each!(_mm256_max_ps, rows)
+    fn max_bits_each(self, rows: &[Floats; 16]) -> Floats {
+        fold_each!(larger_bits, rows)
     }
     #[inline(always)]
     fn transpose(self, rows: &[Floats; 16]) -> [Floats; 16] {

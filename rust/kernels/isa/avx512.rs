@@ -85,6 +85,12 @@ macro_rules! fold_each {
     };
 }
 
+/// [`Lanes::max_bits`]. Only it and `max_bits_each` call it, so the CPU has AVX-512.
+#[inline(always)]
+fn larger_bits(a: __m512, b: __m512) -> __m512 {
+    lane!(_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b))))
+}
+
 impl Lanes for Avx512 {
     type F = __m512;
     type I = __m512i;
@@ -115,7 +121,13 @@ impl Lanes for Avx512 {
     }
     #[inline(always)]
     unsafe fn store_i8(self, p: *mut i8, v: __m512) {
-        lane!(_mm_storeu_si128(p.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v))))
+        lane! {{
+            // Conversion gives i32::MIN for all that no i32 holds: what is large is clamped before, NaN is
+            // made 0, and narrowing saturates the rest.
+            let number = _mm512_cmp_ps_mask::<_CMP_ORD_Q>(v, v);
+            let whole = _mm512_maskz_cvtps_epi32(number, _mm512_min_ps(_mm512_set1_ps(127.0), v));
+            _mm_storeu_si128(p.cast(), _mm512_cvtsepi32_epi8(whole));
+        }}
     }
 
     #[inline(always)]
@@ -143,6 +155,14 @@ impl Lanes for Avx512 {
         lane!(_mm512_max_ps(a, b))
     }
     #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        lane!(_mm512_min_ps(a, b))
+    }
+    #[inline(always)]
+    fn max_bits(self, a: __m512, b: __m512) -> __m512 {
+        larger_bits(a, b)
+    }
+    #[inline(always)]
     fn abs(self, a: __m512) -> __m512 {
         lane!(_mm512_abs_ps(a))
     }
@@ -155,13 +175,13 @@ impl Lanes for Avx512 {
         lane!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
     }
     #[inline(always)]
-    fn keep_if_ge(self, a: __m512, b: __m512, v: __m512) -> __m512 {
-        lane!(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_GE_OQ>(a, b), v))
+    fn zero_if_lt(self, a: __m512, b: __m512, v: __m512) -> __m512 {
+        lane!(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask::<_CMP_NLT_UQ>(a, b), v))
     }
     #[inline(always)]
     fn exp2_int(self, n: __m512) -> __m512 {
         lane!(_mm512_castsi512_ps(_mm512_slli_epi32::<23>(_mm512_add_epi32(
-            _mm512_cvtps_epi32(n),
+            _mm512_cvttps_epi32(n),
             _mm512_set1_epi32(127)
         ))))
     }
@@ -188,8 +208,8 @@ impl Lanes for Avx512 {
         fold_each!(_mm512_add_ps, rows)
     }
     #[inline(always)]
-    fn max_each(self, rows: &[__m512; 16]) -> __m512 {
-        fold_each!(_mm512_max_ps, rows)
+    fn max_bits_each(self, rows: &[__m512; 16]) -> __m512 {
+        fold_each!(larger_bits, rows)
     }
     #[inline(always)]
     fn transpose(self, rows: &[__m512; 16]) -> [__m512; 16] {

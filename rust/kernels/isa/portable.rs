@@ -14,6 +14,11 @@ fn each(f: impl Fn(usize) -> f32) -> Floats {
     std::array::from_fn(f)
 }
 
+#[inline(always)]
+fn larger_bits(a: f32, b: f32) -> f32 {
+    if a.to_bits() as i32 > b.to_bits() as i32 { a } else { b }
+}
+
 impl Lanes for Portable {
     type F = Floats;
     type I = [i32; LANES];
@@ -49,7 +54,7 @@ impl Lanes for Portable {
     #[inline(always)]
     unsafe fn store_i8(self, p: *mut i8, v: Floats) {
         // SAFETY: the caller lends room for 16 values; the write is unaligned.
-        unsafe { p.cast::<[i8; LANES]>().write_unaligned(v.map(|x| x as i8)) }
+        unsafe { p.cast::<[i8; LANES]>().write_unaligned(v.map(|x| x.round_ties_even() as i8)) }
     }
 
     #[inline(always)]
@@ -77,6 +82,14 @@ impl Lanes for Portable {
         each(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
+    fn min(self, a: Floats, b: Floats) -> Floats {
+        each(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn max_bits(self, a: Floats, b: Floats) -> Floats {
+        each(|i| larger_bits(a[i], b[i]))
+    }
+    #[inline(always)]
     fn abs(self, a: Floats) -> Floats {
         a.map(f32::abs)
     }
@@ -89,12 +102,15 @@ impl Lanes for Portable {
         a.map(f32::round_ties_even)
     }
     #[inline(always)]
-    fn keep_if_ge(self, a: Floats, b: Floats, v: Floats) -> Floats {
-        each(|i| if a[i] >= b[i] { v[i] } else { 0.0 })
+    fn zero_if_lt(self, a: Floats, b: Floats, v: Floats) -> Floats {
+        each(|i| if a[i] < b[i] { 0.0 } else { v[i] })
     }
     #[inline(always)]
     fn exp2_int(self, n: Floats) -> Floats {
-        n.map(|n| f32::from_bits(((n as i32 + 127) << 23) as u32))
+        n.map(|n| {
+            let n = if n.abs() < 2_147_483_648.0 { n as i32 } else { i32::MIN }; // NaN is not below
+            f32::from_bits((n.wrapping_add(127) << 23) as u32)
+        })
     }
     #[inline(always)]
     fn sum(self, mut a: Floats) -> f32 {
@@ -119,8 +135,8 @@ impl Lanes for Portable {
         each(|i| self.sum(rows[i]))
     }
     #[inline(always)]
-    fn max_each(self, rows: &[Floats; 16]) -> Floats {
-        each(|i| self.max_lane(rows[i]))
+    fn max_bits_each(self, rows: &[Floats; 16]) -> Floats {
+        each(|i| rows[i].into_iter().fold(rows[i][0], larger_bits))
     }
     #[inline(always)]
     fn transpose(self, rows: &[Floats; 16]) -> [Floats; 16] {

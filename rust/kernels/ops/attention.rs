@@ -278,17 +278,22 @@ impl<T: Element> Job<'_, T> {
 }
 
 /// Scores to exponentials of their distance from the largest; returns it and their sum. Scores
-/// beyond `len` are -infinity and become 0.
+/// beyond `len` are -infinity and become 0. A score that is not finite (an infinite key, or an overflow)
+/// makes the sum NaN: it would get a weight of 0, or leave the others none.
 #[inline(always)]
 pub(in crate::kernels) fn softmax<L: Lanes>(l: L, scores: &mut [f32; CHUNK], len: usize) -> (f32, f32) {
     let used = len.next_multiple_of(LANES);
+    let mut not_finite = l.splat(0.0); // 0 x score: NaN stays
     let p = scores.as_mut_ptr();
     let mut largest = l.splat(f32::NEG_INFINITY);
     let mut sum = l.splat(0.0);
     // SAFETY: `used` is at most CHUNK.
     unsafe {
-        for i in (0..used).step_by(LANES) {
-            largest = l.max(largest, l.load(p.add(i)));
+        for (i, n) in pieces(len) {
+            let scores = l.load(p.add(i));
+            largest = l.max(largest, scores);
+            let scores = if n == LANES { scores } else { l.load_first(p.add(i), n) };
+            not_finite = l.mul_add(scores, l.splat(0.0), not_finite);
         }
         let largest = l.max_lane(largest);
         for i in (0..used).step_by(LANES) {
@@ -296,7 +301,7 @@ pub(in crate::kernels) fn softmax<L: Lanes>(l: L, scores: &mut [f32; CHUNK], len
             sum = l.add(sum, e);
             l.store(p.add(i), e);
         }
-        (largest, l.sum(sum))
+        (largest, l.sum(sum) + l.sum(not_finite))
     }
 }
 

@@ -28,7 +28,7 @@ pub(in crate::kernels) unsafe fn store_piece<L: Lanes>(l: L, p: *mut f32, v: L::
     unsafe { if n == LANES { l.store(p, v) } else { l.store_first(p, v, n) } }
 }
 
-/// 1 / sqrt(mean(x^2) + eps).
+/// 1 / sqrt(mean(x^2) + eps); NaN where the squares overflow: an infinite mean would make the row 0.
 #[inline(always)]
 pub(in crate::kernels) fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f32 {
     let mut squares = l.splat(0.0);
@@ -37,7 +37,8 @@ pub(in crate::kernels) fn inverse_rms<L: Lanes>(l: L, x: &[f32], eps: f32) -> f3
         let v = unsafe { load_piece(l, x.as_ptr().add(i), n) };
         squares = l.mul_add(v, v, squares);
     }
-    1.0 / (l.sum(squares) / x.len() as f32 + eps).sqrt()
+    let mean = l.sum(squares) / x.len() as f32 + eps;
+    if mean == f32::INFINITY { f32::NAN } else { 1.0 / mean.sqrt() }
 }
 
 /// `n` values of a normed row: `x * scale * weight`.

@@ -85,6 +85,18 @@ fn quantize_row<L: Lanes>(l: L, k: usize, out: &mut [f32], value: impl Fn(usize,
     }
 }
 
+/// The largest magnitudes of up to 16 blocks, that of block `i` in lane `i`, where infinity counts above
+/// all numbers and NaN above infinity.
+#[inline(always)]
+fn largest_each<L: Lanes>(l: L, count: usize, values: impl Fn(usize) -> (L::F, L::F)) -> L::F {
+    let mut largest = [l.splat(0.0); LANES];
+    for (i, largest) in largest.iter_mut().enumerate().take(count) {
+        let (low, high) = values(i);
+        *largest = l.max_bits(l.abs(low), l.abs(high));
+    }
+    l.max_bits_each(&largest)
+}
+
 /// Up to 16 blocks, `values(i)` to block `place(i)` of a row: finding their largest values and dividing
 /// are vector operations.
 ///
@@ -97,19 +109,22 @@ pub(in crate::kernels) unsafe fn quantize_blocks<L: Lanes>(
     values: impl Fn(usize) -> (L::F, L::F),
     place: impl Fn(usize) -> (QuantizedRow, usize),
 ) {
-    let mut largest = [l.splat(0.0); LANES];
-    for (i, largest) in largest.iter_mut().enumerate().take(count) {
-        let (low, high) = values(i);
-        *largest = l.max(l.abs(low), l.abs(high));
-    }
-    let largest = l.max_each(&largest);
-    // A block of zeros keeps an inverse of 0: what is not 0 is at least the smallest float.
-    let inverse = l.keep_if_ge(largest, l.splat(f32::from_bits(1)), l.div(l.splat(127.0), largest));
+    let largest = largest_each(l, count, &values);
+    let scale = l.div(largest, l.splat(127.0));
+    let inverse = l.div(l.splat(127.0), largest);
+    // A scale below the normal floats (that of zeros too) is 0, and so is the block: 127 / largest may
+    // be infinite there.
+    let smallest = l.splat(f32::MIN_POSITIVE);
+    let inverse = l.zero_if_lt(scale, smallest, inverse);
+    let kept = l.zero_if_lt(scale, smallest, scale);
+    // What is not finite has a scale of NaN, so that every product with it is NaN; its quants are 0, for
+    // its inverse is 0 or NaN.
+    let scale = l.add(kept, l.sub(largest, largest));
     let (mut inverses, mut scales) = ([0f32; LANES], [0f32; LANES]);
     // SAFETY: both hold 16 values.
     unsafe {
         l.store(inverses.as_mut_ptr(), inverse);
-        l.store(scales.as_mut_ptr(), l.div(largest, l.splat(127.0)));
+        l.store(scales.as_mut_ptr(), scale);
     }
     for i in 0..count {
         let (low, high) = values(i);
@@ -118,8 +133,8 @@ pub(in crate::kernels) unsafe fn quantize_blocks<L: Lanes>(
         // SAFETY: the caller lends room for the block.
         unsafe {
             let quants = row.start.cast::<i8>().add(block * BLOCK);
-            l.store_i8(quants, l.round(l.mul(low, inverse)));
-            l.store_i8(quants.add(LANES), l.round(l.mul(high, inverse)));
+            l.store_i8(quants, l.mul(low, inverse));
+            l.store_i8(quants.add(LANES), l.mul(high, inverse));
             let scale = row.start.add(row.blocks * BLOCK / 4 + block);
             *scale = scales[i];
             let quants = std::slice::from_raw_parts(quants, BLOCK);
@@ -130,7 +145,9 @@ pub(in crate::kernels) unsafe fn quantize_blocks<L: Lanes>(
 }
 
 /// Weights to Q8_0, exactly as the `gguf` package does it: each block's scale d = max|x| / 127 in
-/// f32, quants round(x * (1 / d)) with halves away from zero, then d rounded to f16.
+/// f32, quants round(x * (1 / d)) with halves away from zero, then d rounded to f16. Where 1 / d is not
+/// finite (d rounds to 0 in f16 then) `gguf` leaves the quants undefined: they are 0. A block that holds
+/// infinity or NaN has such a scale, and quants of 0.
 pub struct QuantizeWeights<'a> {
     pub x: &'a [f32],          // [blocks * 32]
     pub quants: &'a mut [i8],  // [blocks * 32]
@@ -142,33 +159,44 @@ impl Kernel for QuantizeWeights<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         assert!(self.x.len() == self.scales.len() * BLOCK && self.quants.len() == self.x.len());
-        for (b, scale) in self.scales.iter_mut().enumerate() {
-            // SAFETY: block b is inside `x` and `quants`.
+        for (first, scales) in self.scales.chunks_mut(LANES).enumerate() {
+            let first = first * LANES;
+            // SAFETY: callers ask for blocks of this chunk, and `x` has them all.
+            let values = |i: usize| unsafe {
+                let x = self.x.as_ptr().add((first + i) * BLOCK);
+                (l.load(x), l.load(x.add(LANES)))
+            };
+            let d = l.div(largest_each(l, scales.len(), values), l.splat(127.0));
+            let inverse = l.div(l.splat(1.0), d);
+            let inverse = l.zero_if_lt(l.splat(f32::MAX), inverse, inverse);
+            let (mut ds, mut inverses) = ([0f32; LANES], [0f32; LANES]);
+            // SAFETY: both hold 16 values; `quants` has as many blocks as `scales`.
             unsafe {
-                let x = self.x.as_ptr().add(b * BLOCK);
-                let (low, high) = (l.load(x), l.load(x.add(LANES)));
-                let d = l.max_lane(l.max(l.abs(low), l.abs(high))) / 127.0;
-                let inverse = l.splat(if d == 0.0 { 0.0 } else { 1.0 / d });
-                *scale = f16::from_f32(d);
-                let out = self.quants.as_mut_ptr().add(b * BLOCK);
-                for (i, v) in [low, high].into_iter().enumerate() {
-                    l.store_i8(out.add(i * LANES), round_half_away(l, l.mul(v, inverse)));
+                l.store(ds.as_mut_ptr(), d);
+                l.store(inverses.as_mut_ptr(), inverse);
+                for (i, scale) in scales.iter_mut().enumerate() {
+                    *scale = f16::from_f32(ds[i]);
+                    let (low, high) = values(i);
+                    let inverse = l.splat(inverses[i]);
+                    let out = self.quants.as_mut_ptr().add((first + i) * BLOCK);
+                    l.store_i8(out, round_half_away(l, l.mul(low, inverse)));
+                    l.store_i8(out.add(LANES), round_half_away(l, l.mul(high, inverse)));
                 }
             }
         }
     }
 }
 
-/// To the nearest integer, halves away from zero.
+/// To the nearest integer, halves away from zero; infinity and NaN stay or become NaN.
 #[inline(always)]
 fn round_half_away<L: Lanes>(l: L, x: L::F) -> L::F {
     let zero = l.splat(0.0);
     let magnitude = l.abs(x);
     let down = l.floor(magnitude);
-    let up = l.keep_if_ge(l.sub(magnitude, down), l.splat(0.5), l.splat(1.0));
+    let up = l.zero_if_lt(l.sub(magnitude, down), l.splat(0.5), l.splat(1.0));
     let rounded = l.add(down, up);
     // The sign again: one of the two is 0.
-    let positive = l.keep_if_ge(x, zero, rounded);
+    let positive = l.zero_if_lt(x, zero, rounded);
     let negative = l.sub(rounded, positive);
     l.sub(positive, negative)
 }
