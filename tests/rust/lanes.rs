@@ -2,22 +2,22 @@
 //! floats, infinities, NaN and ordinary numbers, mixed. Every instruction set must give the portable
 //! one's bits, where all NaNs count as one value; and what is not finite must not vanish.
 #![allow(unsafe_code)] // the operations on memory are: each block says why it is sound
+#![allow(clippy::redundant_closure)] // a constructor is not general over lifetimes, a closure is
 
 use half::{bf16, f16};
 use proptest::array::uniform;
 use proptest::collection::vec;
 use proptest::prelude::*;
-use qwen_rs::kernels::attention::{AttentionRow, KvRun, KvSource, MergeChunks, partial_len};
+use qwen_rs::kernels::attention::{AttentionRow, KvHead, KvRun, LentHead, MergeChunks, partial_len};
 use qwen_rs::kernels::float::{AllFinite, ExpSum, NormRope, RmsNorm, SwiGlu};
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
 use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
-use qwen_rs::kernels::prefill_attention::{PrefillQueries, attention_prefill};
+use qwen_rs::kernels::prefill_attention::{PrefillQueries, attention_prefill, prefill_scratch_words};
 use qwen_rs::kernels::q8_0::{
     BLOCK, InterleaveRows, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
 };
 use qwen_rs::kernels::{Element, Isa, Kernel, LANES, Lanes};
 use qwen_rs::threads::Threads;
-use std::marker::PhantomData;
 
 const NAN: u32 = f32::NAN.to_bits();
 
@@ -173,36 +173,15 @@ fn quantize(isa: Isa, x: &[f32]) -> Vec<f32> {
     out
 }
 
-/// Keys and values in runs of 5 rows.
-struct Lent<'a, T> {
-    k: &'a [T],
-    v: &'a [T],
-    width: usize,
-}
-
-impl<T> KvSource<T> for Lent<'_, T> {
-    fn run_from(&self, position: usize) -> KvRun<'_, T> {
-        let rows = (5 - position % 5).min(self.k.len() / self.width - position);
-        let part = position * self.width..(position + rows) * self.width;
-        KvRun { k: &self.k[part.clone()], v: &self.v[part], stride: self.width, rows }
-    }
-}
-
 /// One query head over all positions, and the same as the last row of a prefill where there is a tile.
-fn check_attention<T: Element>(q: &[f32], k: &[T], v: &[T]) {
+fn check_attention<T: Element>(q: &[f32], k: &[T], v: &[T], lent: for<'a> fn(KvHead<'a, T>) -> LentHead<'a>) {
     let (width, context) = (q.len(), k.len() / q.len());
-    let lent = || Lent { k, v, width };
+    let chunks = k.chunks(5 * width).zip(v.chunks(5 * width)); // runs of 5 rows
+    let runs: Vec<_> = chunks.map(|(k, v)| KvRun { k, v }).collect();
+    let kv = KvHead { runs: &runs, run_rows: 5, stride: width, rows: context };
     let out = same_everywhere("attention", |isa| {
         let mut out = vec![0.0; width];
-        isa.run(AttentionRow::<T, _> {
-            q,
-            head_dim: width,
-            source: &lent(),
-            context,
-            scale: 0.2,
-            out: &mut out,
-            element: PhantomData,
-        });
+        isa.run(AttentionRow { q, head_dim: width, kv, context, scale: 0.2, out: &mut out });
         bits(&out)
     });
     let finite = |x: &[T]| x.iter().all(|x| x.widen().is_finite());
@@ -224,7 +203,8 @@ fn check_attention<T: Element>(q: &[f32], k: &[T], v: &[T]) {
                 past: context - 1,
                 scale: 0.2,
             };
-            attention_prefill::<T, _>(isa, &threads, queries, &|_| lent(), &mut out);
+            let mut scratch = vec![0.0; prefill_scratch_words(width, 1)];
+            attention_prefill(isa, &threads, queries, &|_| lent(kv), &mut scratch, &mut out);
             bits(&out)
         });
         assert_eq!(prefilled, out);
@@ -414,9 +394,9 @@ proptest! {
             |(width, context)| (row(width), row(width * context), row(width * context)),
         ),
     ) {
-        check_attention::<f32>(&q, &k, &v);
+        check_attention(&q, &k, &v, |kv| LentHead::F32(kv));
         let narrow = |x: &[f32]| x.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>();
-        check_attention::<f16>(&q, &narrow(&k), &narrow(&v));
+        check_attention(&q, &narrow(&k), &narrow(&v), |kv| LentHead::F16(kv));
     }
 
     #[test]
