@@ -15,6 +15,7 @@ from qwen_rs import (
     Cache,
     CacheError,
     ChatOutput,
+    ChatPrompt,
     ChatTemplate,
     Message,
     Metrics,
@@ -59,6 +60,8 @@ def chat(llm: LLM) -> str:
     try:
         answer: ChatOutput = llm.chat(messages, enable_thinking=False)
     except ValueError:  # the demo has no template
+        prompt: ChatPrompt = template.prompt(messages, llm.tokenizer)
+        assert prompt.token_ids == llm.tokenizer.encode("Hello", special_tokens=False)
         return template.render(messages)
     return answer.content
 
