@@ -6,11 +6,10 @@
 use super::profiler::{Op, Profiler};
 use crate::cache::{KvHead, KvView};
 use crate::kernels::attention::{AttentionChunk, AttentionRow, CHUNK, KvSource, MergeChunks, partial_len};
-use crate::kernels::float::NormRope;
 use crate::kernels::gated::GATED_WORDS;
-use crate::kernels::matmul::Output;
 use crate::kernels::prefill_attention::{PrefillQueries, attention_prefill, has_tile};
-use crate::kernels::{Element, Isa};
+use crate::kernels::rope::NormRope;
+use crate::kernels::{Destination, Element, Isa};
 use crate::tensor::{Arena, KvDtype, PackedWeight, Rows, WeightDtype};
 use crate::threads::Threads;
 use half::f16;
@@ -81,7 +80,7 @@ pub trait Backend: Send + Sync {
     }
 
     /// The product `x[m, k] W^T`, `x` as the weight reads it; `op` says which of the model's matmuls it is.
-    fn matmul(&self, op: Op, arena: &Arena, weight: &PackedWeight, x: &[f32], out: Output<'_>) {
+    fn matmul(&self, op: Op, arena: &Arena, weight: &PackedWeight, x: &[f32], out: Destination<'_>) {
         self.profiler().time(op, || weight.matmul(arena, self.isa(), self.threads(), x, out));
     }
 

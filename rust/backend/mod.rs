@@ -6,7 +6,7 @@ mod profiler;
 mod scalar;
 mod simd;
 
-pub use crate::kernels::matmul::Output;
+pub use crate::kernels::Destination;
 pub use backend_trait::{AttentionInput, Backend, partials_words};
 pub use profiler::{Op, OpStats, Phase, Profiler};
 pub use scalar::ScalarBackend;

@@ -2,7 +2,7 @@
 
 use super::config::Config;
 use super::pass::{BATCH, Scratch, Sequences};
-use crate::backend::{AttentionInput, Backend, Op, Output};
+use crate::backend::{AttentionInput, Backend, Destination, Op};
 use crate::cache::{KvCache, KvView};
 use crate::error::Result;
 use crate::loader::Weights;
@@ -27,7 +27,7 @@ pub fn attention(
     // 1. q, k and v in one matmul: [m, hidden] -> [m, q | k | v]
     let normed = &scratch.operands[..m * dtype.activation_words(config.hidden_size)];
     let qkv = &mut scratch.qkv[..m * width];
-    backend.matmul(Op::QkvProj, arena, &layer.qkv_proj, normed, Output::Set(qkv));
+    backend.matmul(Op::QkvProj, arena, &layer.qkv_proj, normed, Destination::Overwrite(qkv));
     // 2. per-head RMSNorm of q and k, then rotation, in place
     backend.qk_norm_rope(
         qkv,
@@ -87,6 +87,6 @@ pub fn attention(
     let attended = &mut scratch.operands[..m * dtype.activation_words(q_width)];
     backend.activations(dtype, &scratch.attended[..m * q_width], q_width, attended);
     let hidden = &mut scratch.hidden[..m * config.hidden_size];
-    backend.matmul(Op::OProj, arena, &layer.o_proj, attended, Output::Add(hidden));
+    backend.matmul(Op::OProj, arena, &layer.o_proj, attended, Destination::Accumulate(hidden));
     Ok(())
 }

@@ -1,7 +1,7 @@
 //! The gated MLP: `down_proj(silu(gate_proj x) * up_proj x)`.
 
 use super::pass::Scratch;
-use crate::backend::{Backend, Op, Output};
+use crate::backend::{Backend, Destination, Op};
 use crate::loader::Weights;
 
 /// Adds the MLP of `scratch.operands`, `m` rows `[hidden]`, to `scratch.hidden`.
@@ -12,5 +12,5 @@ pub fn mlp(backend: &dyn Backend, weights: &Weights, index: usize, m: usize, scr
     let activated = &mut scratch.activated[..m * dtype.activation_words(intermediate)];
     backend.gate_up(arena, [&layer.gate_proj, &layer.up_proj], normed, &mut scratch.gate_up, activated);
     let hidden = &mut scratch.hidden[..m * hidden];
-    backend.matmul(Op::DownProj, arena, &layer.down_proj, activated, Output::Add(hidden));
+    backend.matmul(Op::DownProj, arena, &layer.down_proj, activated, Destination::Accumulate(hidden));
 }

@@ -4,7 +4,7 @@ use super::attention::attention;
 use super::config::Config;
 use super::mlp::mlp;
 use super::rope::Rope;
-use crate::backend::{Backend, Op, Output, Phase, partials_words};
+use crate::backend::{Backend, Destination, Op, Phase, partials_words};
 use crate::cache::{BasicKvCache, ConcatKvCache, KvCache};
 use crate::error::{Error, Result};
 use crate::loader::Weights;
@@ -293,7 +293,7 @@ impl Model {
         norm(scratch, first..m, &weights.norm);
         let normed = &scratch.operands[first * words..m * words];
         let lm_head = weights.lm_head.as_ref().unwrap_or(&weights.embed_tokens);
-        backend.matmul(Op::LmHead, arena, lm_head, normed, Output::Set(logits));
+        backend.matmul(Op::LmHead, arena, lm_head, normed, Destination::Overwrite(logits));
         Ok(())
     }
 

@@ -1,14 +1,15 @@
 //! Weights as the kernels read them: 16 output rows interleaved, all in one huge-page arena.
 
 use crate::error::{Error, Result};
-use crate::kernels::float::{AllFinite, RmsNorm};
+use crate::kernels::finite::AllFinite;
 use crate::kernels::gated::{gated_float, gated_q8_0};
-use crate::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
-use crate::kernels::q8_0::{
-    BLOCK, GROUP_BLOCK, InterleaveRows, QuantizeActivations, QuantizeNormed, QuantizeWeights,
-    dequantize_packed_row, quantized_words,
+use crate::kernels::matmul_float::{ROW_PADDING, matmul_float};
+use crate::kernels::matmul_q8_0::{InterleaveRows, PANEL_BLOCK_BYTES, dequantize_packed_row, matmul_q8_0};
+use crate::kernels::norm::RmsNorm;
+use crate::kernels::quantize::{
+    QUANT_BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
 };
-use crate::kernels::{Isa, LANES};
+use crate::kernels::{Destination, Isa, LANES};
 use crate::threads::Threads;
 use half::{bf16, f16};
 use memmap2::MmapMut;
@@ -43,7 +44,7 @@ impl WeightDtype {
     /// f32 words of a row of `k` activations as a matmul with these weights reads it.
     pub fn activation_words(self, k: usize) -> usize {
         match self {
-            Self::Q8_0 => quantized_words(k.div_ceil(BLOCK)),
+            Self::Q8_0 => quantized_words(k.div_ceil(QUANT_BLOCK)),
             Self::Bf16 | Self::F32 => k + ROW_PADDING,
         }
     }
@@ -68,7 +69,9 @@ impl WeightDtype {
     pub fn packed_bytes(self, n: usize, k: usize) -> usize {
         let rows = n.next_multiple_of(LANES);
         match self {
-            Self::Q8_0 => aligned(rows * k.next_multiple_of(BLOCK)) + aligned(rows * k.div_ceil(BLOCK) * 2),
+            Self::Q8_0 => {
+                aligned(rows * k.next_multiple_of(QUANT_BLOCK)) + aligned(rows * k.div_ceil(QUANT_BLOCK) * 2)
+            }
             Self::Bf16 => aligned(rows * k * 2),
             Self::F32 => aligned(rows * k * 4),
         }
@@ -217,8 +220,8 @@ impl PackedWeight {
         let rows = n.next_multiple_of(LANES);
         let layout = match dtype {
             WeightDtype::Q8_0 => Layout::Q8_0 {
-                quants: arena.take(rows * k.next_multiple_of(BLOCK)),
-                scales: arena.take(rows * k.div_ceil(BLOCK) * 2),
+                quants: arena.take(rows * k.next_multiple_of(QUANT_BLOCK)),
+                scales: arena.take(rows * k.div_ceil(QUANT_BLOCK) * 2),
             },
             WeightDtype::Bf16 => Layout::Bf16(arena.take(rows * k * 2)),
             WeightDtype::F32 => Layout::F32(arena.take(rows * k * 4)),
@@ -269,11 +272,11 @@ impl PackedWeight {
         };
         match &self.layout {
             Layout::Q8_0 { quants, scales } => {
-                let (blocks, width) = (k.div_ceil(BLOCK), k.next_multiple_of(BLOCK));
-                let quants = part(quants, blocks * GROUP_BLOCK);
+                let (blocks, width) = (k.div_ceil(QUANT_BLOCK), k.next_multiple_of(QUANT_BLOCK));
+                let quants = part(quants, blocks * PANEL_BLOCK_BYTES);
                 let scales = part(scales, blocks * LANES * 2);
                 let (low, high) = arena.map.split_at_mut(scales.start);
-                let quants = low[quants].chunks_exact_mut(blocks * GROUP_BLOCK);
+                let quants = low[quants].chunks_exact_mut(blocks * PANEL_BLOCK_BYTES);
                 let scales = bytemuck::cast_slice_mut::<u8, f16>(&mut high[..scales.len()]);
                 let mut tasks: Vec<_> = quants.zip(scales.chunks_exact_mut(blocks * LANES)).collect();
                 for_each_group(threads, groups.start, &mut tasks, |group, (quants, scales), scratch| {
@@ -323,12 +326,12 @@ impl PackedWeight {
     }
 
     /// The product `x[m, k] W^T`; `x` is rows of [`WeightDtype::write_activations`].
-    pub fn matmul(&self, arena: &Arena, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
+    pub fn matmul(&self, arena: &Arena, isa: Isa, threads: &Threads, x: &[f32], out: Destination<'_>) {
         let (n, k) = (self.n, self.k);
         match &self.layout {
             Layout::Q8_0 { quants, scales } => {
                 let weights = (arena.slice(quants), arena.slice(scales));
-                matmul_q8_0(isa, threads, x, weights, (k.div_ceil(BLOCK), n), out);
+                matmul_q8_0(isa, threads, x, weights, (k.div_ceil(QUANT_BLOCK), n), out);
             }
             Layout::Bf16(range) => {
                 matmul_float::<bf16>(isa, threads, x, arena.slice(range), (k, n), out);
@@ -357,7 +360,7 @@ impl PackedWeight {
             (Layout::Q8_0 { quants, scales }, Layout::Q8_0 { quants: up_quants, scales: up_scales }) => {
                 let gate = (arena.slice(quants), arena.slice(scales));
                 let up = (arena.slice(up_quants), arena.slice(up_scales));
-                gated_q8_0(isa, threads, x, [gate, up], (k.div_ceil(BLOCK), n), scratch, out);
+                gated_q8_0(isa, threads, x, [gate, up], (k.div_ceil(QUANT_BLOCK), n), scratch, out);
             }
             (Layout::Bf16(gate), Layout::Bf16(up)) => {
                 let weights = [arena.slice::<bf16>(gate), arena.slice(up)];
@@ -377,8 +380,8 @@ impl PackedWeight {
         let (group, lane) = (r / LANES, r % LANES);
         match &self.layout {
             Layout::Q8_0 { quants, scales } => {
-                let blocks = self.k.div_ceil(BLOCK);
-                let quants = &arena.slice(quants)[group * blocks * GROUP_BLOCK..];
+                let blocks = self.k.div_ceil(QUANT_BLOCK);
+                let quants = &arena.slice(quants)[group * blocks * PANEL_BLOCK_BYTES..];
                 let scales = &arena.slice(scales)[group * blocks * LANES..];
                 dequantize_packed_row(quants, scales, lane, out);
             }
@@ -424,7 +427,7 @@ impl Scratch {
     fn resize(&mut self, values: usize) {
         self.wide.resize(values, 0.0);
         self.quants.resize(values, 0);
-        self.scales.resize(values / BLOCK, f16::ZERO);
+        self.scales.resize(values / QUANT_BLOCK, f16::ZERO);
     }
 }
 

@@ -6,10 +6,11 @@
 //! then are 16 accumulators one after another, and folding them by halves is plain addition. V is
 //! accumulated position by position for several queries at a time.
 
-use super::attention::{CHUNK, KvSource, MergeState, partial_len, softmax};
+use super::attention::{CHUNK, KvSource, MergeState, partial_len};
+use super::softmax::softmax;
 use crate::kernels::Isa;
 use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
-use crate::threads::Threads;
+use crate::threads::{Disjoint, Threads};
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -38,15 +39,6 @@ pub struct PrefillQueries<'a> {
     pub scale: f32,
 }
 
-/// Where tasks write their rows and heads of `[rows, num_attention_heads * head_dim]`.
-#[derive(Clone, Copy)]
-struct Output(*mut f32);
-
-// SAFETY: each task writes its own rows and heads.
-unsafe impl Sync for Output {}
-// SAFETY: as above.
-unsafe impl Send for Output {}
-
 thread_local! {
     /// A worker's block: it grows to the largest model's and stays.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
@@ -74,7 +66,7 @@ pub fn attention_prefill<T: Element, S: KvSource<T>>(
     let even = n.rows * n.num_key_value_heads / (BLOCKS_PER_WORKER * threads.count());
     let rows_per_block = even.clamp((BLOCK_QUERIES / 6 / group).max(1), BLOCK_QUERIES / group);
     let blocks = n.rows.div_ceil(rows_per_block);
-    let out = Output(out.as_mut_ptr());
+    let out = Disjoint::new(out);
     threads.run(blocks * n.num_key_value_heads, &|task| {
         // The last blocks see the most positions: they go first, so that no worker ends alone.
         let block = blocks - 1 - task / n.num_key_value_heads;
@@ -102,7 +94,7 @@ struct Block<'a, T, S> {
     kv_head: usize,
     rows: Range<usize>,
     source: &'a S,
-    out: Output,
+    out: Disjoint<'a, f32>, // [rows, num_attention_heads * head_dim]
     scratch: &'a mut Vec<f32>,
     element: PhantomData<T>,
 }
@@ -239,9 +231,8 @@ impl<T: Element, S: KvSource<T>> Block<'_, T, S> {
             state.finish(l, sums);
             let row = self.rows.start + i / group;
             let at = row * n.num_attention_heads * width + column + i % group * width;
-            // SAFETY: `attention_prefill` checked that the output has all rows and heads; this task
-            // alone writes these.
-            unsafe { std::ptr::copy_nonoverlapping(sums.as_ptr(), self.out.0.add(at), width) };
+            // SAFETY: this task alone writes its rows and heads.
+            unsafe { self.out.part(at..at + width) }.copy_from_slice(sums);
         }
     }
 }
@@ -445,8 +436,8 @@ fn values<L: Lanes, const M: usize, const N: usize>(
                 }
             }
         }
-        // Beyond what the first sees, each goes on alone: a weight of 0 is not nothing (0 x infinity,
-        // -0 + 0).
+        // Beyond what the first query sees, each goes on alone. Masking with weights of 0 would change
+        // bits: 0 x infinity is NaN, and -0 + 0 is +0.
         for m in 0..M {
             for t in together..seen[m] {
                 let weight = l.splat(*weights.get_unchecked(m * CHUNK + t));
