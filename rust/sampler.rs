@@ -5,7 +5,7 @@
 
 use crate::error::{Error, Result};
 use crate::kernels::Isa;
-use crate::kernels::float::ExpSum;
+use crate::kernels::softmax::ExpSum;
 use rand_chacha::ChaCha8Rng;
 use rand_core::{Rng, SeedableRng};
 

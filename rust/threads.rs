@@ -8,6 +8,8 @@
 
 use crate::error::{Error, Result};
 use std::cell::UnsafeCell;
+use std::marker::PhantomData;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -146,18 +148,11 @@ impl Threads {
 
     /// Calls `f` with every item, each once, on all workers.
     pub fn for_each_mut<T: Send>(&self, items: &mut [T], f: impl Fn(usize, &mut T) + Sync) {
-        struct Items<T>(*mut T);
-        // SAFETY: each task touches its own item.
-        unsafe impl<T: Send> Sync for Items<T> {}
-        impl<T> Items<T> {
-            fn at(&self, i: usize) -> *mut T {
-                self.0.wrapping_add(i)
-            }
-        }
-        let (start, len) = (Items(items.as_mut_ptr()), items.len());
+        let len = items.len();
+        let items = Disjoint::new(items);
         self.run(len, &|i| {
-            // SAFETY: i < len, and `run` calls each number once.
-            f(i, unsafe { &mut *start.at(i) });
+            // SAFETY: `run` calls each number once.
+            f(i, &mut unsafe { items.part(i..i + 1) }[0]);
         });
     }
 
@@ -170,21 +165,13 @@ impl Threads {
         rows_per_task: usize,
         f: impl Fn(usize, &mut [f32]) + Sync,
     ) {
-        struct Start(*mut f32);
-        // SAFETY: each task touches its own rows.
-        unsafe impl Sync for Start {}
-        impl Start {
-            fn at(&self, i: usize) -> *mut f32 {
-                self.0.wrapping_add(i)
-            }
-        }
         let rows = out.len() / width;
         assert_eq!(rows * width, out.len());
-        let start = Start(out.as_mut_ptr());
+        let out = Disjoint::new(out);
         self.run(rows.div_ceil(rows_per_task), &|task| {
             for row in task * rows_per_task..rows.min((task + 1) * rows_per_task) {
-                // SAFETY: row < rows, and `run` calls each task once.
-                f(row, unsafe { std::slice::from_raw_parts_mut(start.at(row * width), width) });
+                // SAFETY: `run` calls each task once, and its rows are its own.
+                f(row, unsafe { out.part(row * width..(row + 1) * width) });
             }
         });
     }
@@ -202,18 +189,10 @@ impl Threads {
     ) {
         assert!(chosen.is_sorted_by(|a, b| a < b));
         assert!(chosen.last().is_none_or(|&last| last < out.len() / width));
-        struct Start(*mut f32);
-        // SAFETY: each task touches its own row.
-        unsafe impl Sync for Start {}
-        impl Start {
-            fn at(&self, i: usize) -> *mut f32 {
-                self.0.wrapping_add(i)
-            }
-        }
-        let start = Start(out.as_mut_ptr());
+        let out = Disjoint::new(out);
         self.run(chosen.len(), &|i| {
-            // SAFETY: rows ascend, so each is one task's own, and the last is in `out`.
-            f(i, unsafe { std::slice::from_raw_parts_mut(start.at(chosen[i] * width), width) });
+            // SAFETY: rows ascend, so each is one task's own.
+            f(i, unsafe { out.part(chosen[i] * width..(chosen[i] + 1) * width) });
         });
     }
 
@@ -229,19 +208,56 @@ impl Threads {
         job: &(dyn Fn(usize, &mut [f32]) + Sync),
     ) {
         assert!(scratch.len() >= words * self.count());
-        struct Start(*mut f32);
-        // SAFETY: each worker touches its own part.
-        unsafe impl Sync for Start {}
-        impl Start {
-            fn at(&self, i: usize) -> *mut f32 {
-                self.0.wrapping_add(i)
-            }
-        }
-        let start = Start(scratch.as_mut_ptr());
+        let scratch = Disjoint::new(scratch);
         self.run_on(tasks, &|worker, task| {
             // SAFETY: a worker runs one task at a time, and its number is below the count.
-            job(task, unsafe { std::slice::from_raw_parts_mut(start.at(worker * words), words) });
+            job(task, unsafe { scratch.part(worker * words..(worker + 1) * words) });
         });
+    }
+}
+
+/// A slice that tasks use at the same time, each its own part of it.
+///
+/// It holds the only borrow of the slice, so nobody but the tasks uses it meanwhile; that no two tasks use
+/// the same value is what those who ask for a part answer for. A value is then used by one task at a time,
+/// on whichever thread, which is what `T: Send` allows.
+pub(crate) struct Disjoint<'a, T> {
+    start: *mut T,
+    len: usize,
+    slice: PhantomData<&'a mut [T]>,
+}
+
+impl<T> Clone for Disjoint<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Disjoint<'_, T> {}
+
+// SAFETY: as said above.
+unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
+// SAFETY: as said above.
+unsafe impl<T: Send> Send for Disjoint<'_, T> {}
+
+impl<'a, T> Disjoint<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T]) -> Self {
+        Self { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
+    }
+
+    /// # Safety
+    /// While the part is used, nothing else uses a value of it, by [`Disjoint::at`] or another part.
+    #[inline(always)]
+    pub(crate) unsafe fn part(self, range: Range<usize>) -> &'a mut [T] {
+        assert!(range.start <= range.end && range.end <= self.len);
+        // SAFETY: inside the slice, which is borrowed for 'a; the caller answers for the rest.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.len()) }
+    }
+
+    /// Where value `i` is. To use it has the same duty as [`Disjoint::part`], and `i` must be in the slice.
+    #[inline(always)]
+    pub(crate) fn at(self, i: usize) -> *mut T {
+        self.start.wrapping_add(i)
     }
 }
 

@@ -2,16 +2,21 @@
 //!
 //! [`Isa`] holds the instruction set that was found (or forced) and runs any [`Kernel`] on it. The
 //! kernels themselves are in `ops`, written once over 16 lanes; the instruction sets in `isa` are those
-//! lanes; `tiles` splits work over threads.
+//! lanes; `tiles` holds the choices of tile and prefetch, `split` shares a matmul out to threads.
 #![allow(unsafe_code)] // intrinsics and unchecked rows: each block says why it is sound
 #![allow(clippy::needless_range_loop)] // one index runs over registers and memory together
 
 mod isa;
 mod ops;
+mod split;
 mod tiles;
 
 pub use isa::lanes::{Element, Kernel, LANES, Lanes};
-pub use ops::{attention, decode_attention, float, gated, matmul, peak, prefill_attention, q8_0};
+pub use ops::{
+    attention, decode_attention, finite, gated, matmul_float, matmul_q8_0, norm, peak, prefill_attention,
+    quantize, rope, softmax, swiglu,
+};
+pub use split::Destination;
 
 use isa::portable;
 #[cfg(target_arch = "x86_64")]

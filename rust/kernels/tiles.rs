@@ -1,135 +1,133 @@
-//! How a matmul is split over threads: every task has a tile of the output, some rows of activations by
-//! some groups of 16 output rows of the weights.
+//! All choices of tile sizes and prefetch distances of the matmuls, with their reasons. (Those of attention
+//! stand in its two files.)
+//!
+//! A product is cut three times: into tasks for threads (`split`), a task's rows into row tiles, and a row
+//! tile, panel by panel, into micro-tiles of `MR` rows of activations by `NR` panels of 16 output rows,
+//! whose accumulators stay in registers over all of `k`.
 
-use super::isa::lanes::{LANES, Lanes};
-use super::ops::float::{load_piece, store_piece};
-use crate::threads::Threads;
+use super::isa::lanes::{LANES, Lanes, Registers};
 use std::ops::Range;
 
-/// Bytes of weights that one task reads when there are few rows: small enough to share out evenly,
-/// large enough that claiming a task costs nothing beside it.
-const TASK_BYTES: usize = 128 << 10;
+/// Bytes of weights that one task reads when there are few rows: small enough to share out evenly, large
+/// enough that claiming a task costs nothing beside it.
+pub(in crate::kernels) const TASK_BYTES: usize = 128 << 10;
+/// From so many rows on, weights are read from a cache more often than from memory: a task then takes
+/// [`MANY_ROWS_PANELS`].
+pub(in crate::kernels) const MANY_ROWS: usize = 17;
+/// Panels of a task with many rows: micro-tiles take them in pairs, and want a few of them.
+pub(in crate::kernels) const MANY_ROWS_PANELS: (usize, usize) = (4, 8);
 /// Rows of activations that stay in the second-level cache while a task's weights pass over them.
-const ROW_BLOCK: usize = 256;
+pub(in crate::kernels) const TASK_ROWS: usize = 256;
 
-/// The rows of activations and the groups of 16 output rows of one task.
-#[derive(Clone)]
-pub(in crate::kernels) struct Tile {
-    pub rows: Range<usize>,
-    pub groups: Range<usize>,
+/// Rows of a gated pair's strip: a multiple of all `MR`, and so few that what they hold of the first-level
+/// cache lasts from one weight to the other.
+pub(in crate::kernels) const STRIP_ROWS: usize = 12;
+/// The most panels of each weight of a gated pair that a task takes: its scratch is as wide.
+pub(in crate::kernels) const STRIP_PANELS: usize = 32;
+
+/// Values of padding between rows of float activations: a micro-tile's rows are read side by side, and a
+/// stride of a multiple of 4 KiB would put them all into the same few cache sets.
+pub const ROW_PADDING: usize = LANES;
+
+/// Prefetch distance of float weights under many rows, in values of `k`: from the second-level cache, whose
+/// latency the micro-tile's own loads do not hide.
+pub(in crate::kernels) const FLOAT_PREFETCH: usize = 16;
+/// Prefetch distances of Q8_0 weights, in bytes: first from memory into the second-level cache, then into
+/// the first, which has too few line-fill buffers to hide the memory's latency alone.
+pub(in crate::kernels) const Q8_0_PREFETCH_L2: usize = 8192;
+pub(in crate::kernels) const Q8_0_PREFETCH_L1: usize = 1024;
+
+/// A kernel that works on tiles of several sizes.
+pub(in crate::kernels) trait RowTile {
+    /// `MR` rows from `row` on, by all panels, `NR` at a time; with or without prefetching weights.
+    fn row_tile<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, row: usize);
 }
 
-/// Where a product goes, `[m, n]`.
-pub enum Output<'a> {
-    /// It is written.
-    Set(&'a mut [f32]),
-    /// It is added, `out + product`.
-    Add(&'a mut [f32]),
-}
-
-/// An output of rows `stride` apart, of which tasks write disjoint tiles.
-#[derive(Clone, Copy)]
-pub(in crate::kernels) struct OutputTiles {
-    start: *mut f32, // of row `first_row` and group `first_group`
-    stride: usize,
-    columns: usize, // from `start` on
-    first_row: usize,
-    first_group: usize,
-    add: bool,
-}
-
-// SAFETY: tasks write disjoint tiles.
-unsafe impl Sync for OutputTiles {}
-// SAFETY: as above.
-unsafe impl Send for OutputTiles {}
-
-impl OutputTiles {
-    /// One tile, `[rows, stride]`.
-    pub(in crate::kernels) fn tile(out: &mut [f32], stride: usize, tile: &Tile) -> Self {
-        assert!(out.len() >= tile.rows.len() * stride && stride >= tile.groups.len() * LANES);
-        let (start, first_row, first_group) = (out.as_mut_ptr(), tile.rows.start, tile.groups.start);
-        Self { start, stride, columns: stride, first_row, first_group, add: false }
-    }
-
-    #[inline(always)]
-    fn at(self, row: usize, group: usize) -> (*mut f32, usize) {
-        let column = (group - self.first_group) * LANES;
-        let p = self.start.wrapping_add((row - self.first_row) * self.stride + column);
-        (p, LANES.min(self.columns - column))
-    }
-
-    /// Asks for what [`OutputTiles::store`] will write or add to.
-    #[inline(always)]
-    pub(in crate::kernels) fn prefetch<L: Lanes>(self, l: L, row: usize, group: usize) {
-        l.prefetch(self.at(row, group).0.cast());
-    }
-
-    /// # Safety
-    /// `row` and `group` are of the output, and no other task uses them.
-    #[inline(always)]
-    pub(in crate::kernels) unsafe fn store<L: Lanes>(self, l: L, row: usize, group: usize, v: L::F) {
-        let (p, n) = self.at(row, group);
-        // SAFETY: the row holds `columns` values, of which at most 16 from the group's on are used.
-        unsafe {
-            let v = if self.add { l.add(load_piece(l, p, n), v) } else { v };
-            store_piece(l, p, v, n);
-        }
-    }
-}
-
-/// How `m` rows and `groups` of 16 output rows are split into tasks.
-#[derive(Clone, Copy)]
-pub(in crate::kernels) struct Split {
-    m: usize,
-    groups: usize,
-    groups_per_task: usize,
-}
-
-impl Split {
-    /// `group_bytes` is the size of 16 output rows of weights. A task takes at most `most` groups of each of
-    /// `weights` matrices, and a multiple of as many.
-    pub(in crate::kernels) fn new(
-        m: usize,
-        groups: usize,
-        group_bytes: usize,
-        weights: usize,
-        most: usize,
-    ) -> Self {
-        // Many rows take pairs of groups together, and want a few of them.
-        let (least, most) = if m > 16 { (4, 8) } else { (1, most.min(groups) * weights) };
-        let all = (TASK_BYTES / group_bytes).clamp(least, most);
-        Self { m, groups, groups_per_task: all.div_ceil(weights).next_multiple_of(weights) }
-    }
-
-    pub(in crate::kernels) fn tasks(self) -> usize {
-        self.groups.div_ceil(self.groups_per_task) * self.m.div_ceil(ROW_BLOCK)
-    }
-
-    pub(in crate::kernels) fn tile(self, task: usize) -> Tile {
-        let tasks_across = self.groups.div_ceil(self.groups_per_task);
-        let row = task / tasks_across * ROW_BLOCK;
-        let group = task % tasks_across * self.groups_per_task;
-        Tile {
-            rows: row..self.m.min(row + ROW_BLOCK),
-            groups: group..self.groups.min(group + self.groups_per_task),
-        }
+/// The row tiles of a matmul with Q8_0 weights.
+///
+/// Weights are prefetched where the hardware does not look far enough ahead: not with one row on wide
+/// registers, where reading is all there is to do, and not with many, whose weights come from a cache.
+#[inline(always)]
+pub(in crate::kernels) fn q8_0<L: Lanes>(l: L, rows: Range<usize>, kernel: &impl RowTile) {
+    let (mut row, end) = (rows.start, rows.end);
+    while row < end {
+        let left = end - row;
+        row += match L::REGISTERS {
+            // 12 integer and 12 float accumulators of 32 registers; an activation that is broadcast
+            // serves two panels, so that loads keep up with the dot products.
+            Registers::ThirtyTwo512 if left >= 6 && left != 8 => {
+                kernel.row_tile::<L, 6, 2, false>(l, row);
+                6
+            }
+            Registers::ThirtyTwo512 if left >= 8 => {
+                kernel.row_tile::<L, 8, 1, true>(l, row);
+                8
+            }
+            Registers::ThirtyTwo512 if left >= 4 => {
+                kernel.row_tile::<L, 4, 2, true>(l, row);
+                4
+            }
+            Registers::Sixteen256 if left >= 4 => {
+                kernel.row_tile::<L, 4, 1, true>(l, row);
+                4
+            }
+            _ if left >= 2 => {
+                kernel.row_tile::<L, 2, 1, true>(l, row);
+                2
+            }
+            // One row is bound by memory; several chains hide the dot product's latency.
+            Registers::ThirtyTwo512 => {
+                kernel.row_tile::<L, 1, 4, false>(l, row);
+                1
+            }
+            Registers::Sixteen256 => {
+                kernel.row_tile::<L, 1, 1, true>(l, row);
+                1
+            }
+        };
     }
 }
 
-/// Calls `run` with every tile of an `[m, n]` output.
-pub(in crate::kernels) fn for_each_tile(
-    threads: &Threads,
-    (m, n): (usize, usize),
-    group_bytes: usize,
-    out: Output<'_>,
-    run: impl Fn(OutputTiles, Tile) + Sync,
-) {
-    let add = matches!(out, Output::Add(_));
-    let (Output::Set(out) | Output::Add(out)) = out;
-    assert_eq!(out.len(), m * n);
-    let start = out.as_mut_ptr();
-    let out = OutputTiles { start, stride: n, columns: n, first_row: 0, first_group: 0, add };
-    let groups = n.div_ceil(LANES);
-    let split = Split::new(m, groups, group_bytes, 1, groups);
-    threads.run(split.tasks(), &|task| run(out, split.tile(task)));
+/// The row tiles of a matmul with float weights.
+#[inline(always)]
+pub(in crate::kernels) fn float<L: Lanes>(l: L, rows: Range<usize>, kernel: &impl RowTile) {
+    let (mut row, end) = (rows.start, rows.end);
+    while row < end {
+        let left = end - row;
+        row += match L::REGISTERS {
+            // 24 accumulators of 32 registers.
+            Registers::ThirtyTwo512 if left >= 12 => {
+                kernel.row_tile::<L, 12, 2, true>(l, row);
+                12
+            }
+            // 12 accumulators of 16 registers.
+            Registers::Sixteen256 if left >= 6 => {
+                kernel.row_tile::<L, 6, 1, true>(l, row);
+                6
+            }
+            Registers::ThirtyTwo512 if left >= 4 => {
+                kernel.row_tile::<L, 4, 4, false>(l, row);
+                4
+            }
+            _ if left >= 2 => {
+                kernel.row_tile::<L, 2, 2, false>(l, row);
+                2
+            }
+            // One row is bound by memory; four chains hide the multiply-add's latency.
+            _ => {
+                kernel.row_tile::<L, 1, 4, false>(l, row);
+                1
+            }
+        };
+    }
+}
+
+/// The tile of the ceilings, whose `MR x NR` chains hide the latency of the instructions and fit in
+/// registers; as in [`q8_0`], an activation that is broadcast serves two panels on wide registers.
+#[inline(always)]
+pub(in crate::kernels) fn ceiling<L: Lanes>(l: L, kernel: &impl RowTile) {
+    match L::REGISTERS {
+        Registers::ThirtyTwo512 => kernel.row_tile::<L, 6, 2, false>(l, 0),
+        Registers::Sixteen256 => kernel.row_tile::<L, 5, 1, false>(l, 0),
+    }
 }

@@ -1,9 +1,9 @@
 //! Rows of activations as a matmul reads them.
 
 use crate::kernels::Isa;
-use crate::kernels::float::RmsNorm;
-use crate::kernels::matmul::ROW_PADDING;
-use crate::kernels::q8_0::{BLOCK, QuantizeActivations, QuantizeNormed, quantized_words};
+use crate::kernels::matmul_float::ROW_PADDING;
+use crate::kernels::norm::RmsNorm;
+use crate::kernels::quantize::{QUANT_BLOCK, QuantizeActivations, QuantizeNormed, quantized_words};
 
 /// The format in which a weight's matmul reads its activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +19,7 @@ impl Activations {
     pub fn words(self, k: usize) -> usize {
         match self {
             Self::F32 => k + ROW_PADDING,
-            Self::Int8 => quantized_words(k.div_ceil(BLOCK)),
+            Self::Int8 => quantized_words(k.div_ceil(QUANT_BLOCK)),
         }
     }
 

@@ -3,8 +3,9 @@
 use super::activations::Activations;
 use super::format::{Format, Packed, Scratch};
 use crate::error::Result;
+use crate::kernels::Destination;
 use crate::kernels::gated::gated_float;
-use crate::kernels::matmul::{Output, matmul_float};
+use crate::kernels::matmul_float::matmul_float;
 use crate::kernels::{Element, Isa, LANES};
 use crate::threads::Threads;
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
@@ -67,7 +68,7 @@ impl<T: WeightFloat> Format for Float<T> {
         Ok(out.iter().position(|x| !x.to_f32().is_finite()).map(|i| i % LANES))
     }
 
-    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
+    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Destination<'_>) {
         matmul_float::<T>(isa, threads, x, cast_slice(w.planes[0]), (w.k, w.n), out);
     }
 

@@ -2,8 +2,8 @@
 
 use super::activations::Activations;
 use crate::error::Result;
+use crate::kernels::Destination;
 use crate::kernels::Isa;
-use crate::kernels::matmul::Output;
 use crate::threads::Threads;
 use half::f16;
 
@@ -25,7 +25,7 @@ pub(super) trait Format: Sync {
     fn pack_group(&self, isa: Isa, scratch: &mut Scratch, planes: [&mut [u8]; 2]) -> Result<Option<usize>>;
 
     /// The product `x[m, k] W^T`; `x` is rows of the format's activations.
-    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>);
+    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Destination<'_>);
 
     /// `silu(gate x) * (up x)` in one pass, from and to rows of the format's activations; `scratch` holds
     /// [`GATED_WORDS`](crate::kernels::gated::GATED_WORDS) for each worker.

@@ -3,10 +3,10 @@
 use super::activations::Activations;
 use super::arena::Arena;
 use super::weight::Linear;
+use crate::kernels::Destination;
 use crate::kernels::Isa;
-use crate::kernels::float::SwiGlu;
 use crate::kernels::gated::GATED_WORDS;
-use crate::kernels::matmul::Output;
+use crate::kernels::swiglu::SwiGlu;
 use crate::threads::Threads;
 
 /// Rows that a task of the way over memory takes.
@@ -53,8 +53,8 @@ impl GatedPair<'_> {
         let words = self.reader.words(n);
         let m = out.len() / words;
         let (a, b) = scratch[..2 * m * n].split_at_mut(m * n);
-        gate.matmul(arena, isa, threads, x, Output::Set(a));
-        up.matmul(arena, isa, threads, x, Output::Set(b));
+        gate.matmul(arena, isa, threads, x, Destination::Overwrite(a));
+        up.matmul(arena, isa, threads, x, Destination::Overwrite(b));
         threads.for_each_row(a, n, ROWS_PER_TASK, |r, gate| {
             isa.run(SwiGlu { gate, up: &b[r * n..(r + 1) * n] });
         });

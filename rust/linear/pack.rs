@@ -4,7 +4,7 @@ use super::arena::Arena;
 use super::format::Scratch;
 use super::weight::{Linear, WeightDtype};
 use crate::error::{Error, Result};
-use crate::kernels::float::AllFinite;
+use crate::kernels::finite::AllFinite;
 use crate::kernels::{Isa, LANES};
 use crate::tensor::{StoredTensor, try_resize};
 use crate::threads::Threads;

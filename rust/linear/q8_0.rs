@@ -9,9 +9,11 @@
 use super::activations::Activations;
 use super::format::{Format, Packed, Scratch};
 use crate::error::Result;
+use crate::kernels::Destination;
 use crate::kernels::gated::gated_q8_0;
-use crate::kernels::matmul::{Output, matmul_q8_0};
-use crate::kernels::q8_0::{BLOCK, GROUP_BLOCK, InterleaveRows, QuantizeWeights, dequantize_packed_row};
+use crate::kernels::matmul_q8_0::matmul_q8_0;
+use crate::kernels::matmul_q8_0::{InterleaveRows, PANEL_BLOCK_BYTES, dequantize_packed_row};
+use crate::kernels::quantize::{QUANT_BLOCK, QuantizeWeights};
 use crate::kernels::{Isa, LANES};
 use crate::tensor::try_resize;
 use crate::threads::Threads;
@@ -35,12 +37,12 @@ impl Format for Q8_0 {
     }
 
     fn group_bytes(&self, k: usize) -> [usize; 2] {
-        let blocks = k.div_ceil(BLOCK);
-        [blocks * GROUP_BLOCK, blocks * LANES * size_of::<f16>()]
+        let blocks = k.div_ceil(QUANT_BLOCK);
+        [blocks * PANEL_BLOCK_BYTES, blocks * LANES * size_of::<f16>()]
     }
 
     fn padded(&self, k: usize) -> usize {
-        k.next_multiple_of(BLOCK)
+        k.next_multiple_of(QUANT_BLOCK)
     }
 
     fn pack_group(
@@ -51,15 +53,15 @@ impl Format for Q8_0 {
     ) -> Result<Option<usize>> {
         let Scratch { wide, quants, scales, .. } = scratch;
         try_resize(quants, wide.len())?;
-        try_resize(scales, wide.len() / BLOCK)?;
+        try_resize(scales, wide.len() / QUANT_BLOCK)?;
         isa.run(QuantizeWeights { x: wide, quants, scales });
         let out_scales = cast_slice_mut(out_scales);
         isa.run(InterleaveRows { quants, scales, out, out_scales });
         Ok(out_scales.iter().position(|d| !d.is_finite()).map(|i| i % LANES))
     }
 
-    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
-        matmul_q8_0(isa, threads, x, typed(w), (w.k.div_ceil(BLOCK), w.n), out);
+    fn matmul(&self, w: Packed<'_>, isa: Isa, threads: &Threads, x: &[f32], out: Destination<'_>) {
+        matmul_q8_0(isa, threads, x, typed(w), (w.k.div_ceil(QUANT_BLOCK), w.n), out);
     }
 
     fn gated(
@@ -71,7 +73,7 @@ impl Format for Q8_0 {
         scratch: &mut [f32],
         out: &mut [f32],
     ) {
-        let size = (pair[0].k.div_ceil(BLOCK), pair[0].n);
+        let size = (pair[0].k.div_ceil(QUANT_BLOCK), pair[0].n);
         gated_q8_0(isa, threads, x, pair.map(typed), size, scratch, out);
     }
 

@@ -6,7 +6,7 @@ use super::float::Float;
 use super::format::{Format, Packed};
 use super::q8_0::Q8_0;
 use crate::error::{Error, Result};
-use crate::kernels::matmul::Output;
+use crate::kernels::Destination;
 use crate::kernels::{Isa, LANES};
 use crate::threads::Threads;
 use half::bf16;
@@ -96,7 +96,7 @@ impl Linear {
     }
 
     /// The product `x[m, k] W^T`; `x` is rows of [`Linear::activations`].
-    pub fn matmul(&self, arena: &Arena, isa: Isa, threads: &Threads, x: &[f32], out: Output<'_>) {
+    pub fn matmul(&self, arena: &Arena, isa: Isa, threads: &Threads, x: &[f32], out: Destination<'_>) {
         self.dtype.0.matmul(self.packed(arena), isa, threads, x, out);
     }
 

@@ -6,10 +6,10 @@ use super::sequence::Sequence;
 use crate::backend::Op;
 use crate::cache::{KvView, Lent};
 use crate::error::Result;
+use crate::kernels::Destination;
 use crate::kernels::decode_attention::{DecodeQueries, attention_decode};
-use crate::kernels::float::NormRope;
-use crate::kernels::matmul::Output;
 use crate::kernels::prefill_attention::{PrefillQueries, attention_prefill};
+use crate::kernels::rope::NormRope;
 use crate::tensor::Rows;
 use crate::threads::Threads;
 use std::sync::{Mutex, PoisonError};
@@ -30,7 +30,9 @@ pub fn attention(
     // 1. stacked q/k/v in one matmul: [m, hidden] -> [m, q | k | v]
     let normed = &scratch.operands[..m * layer.qkv_proj.activation_words()];
     let qkv = &mut scratch.qkv[..m * width];
-    context.time(Op::QkvProj, || layer.qkv_proj.matmul(arena, isa, threads, normed, Output::Set(qkv)));
+    context.time(Op::QkvProj, || {
+        layer.qkv_proj.matmul(arena, isa, threads, normed, Destination::Overwrite(qkv))
+    });
     // 2. per-head RMSNorm of q and k, then rotation, in place
     context.time(Op::QkNormRope, || {
         let rotations = &scratch.rotations;
@@ -79,7 +81,9 @@ pub fn attention(
         });
     });
     let hidden = &mut scratch.hidden[..m * config.hidden_size];
-    context.time(Op::OProj, || layer.o_proj.matmul(arena, isa, threads, operands, Output::Add(hidden)));
+    context.time(Op::OProj, || {
+        layer.o_proj.matmul(arena, isa, threads, operands, Destination::Accumulate(hidden))
+    });
     context.finite(index, Op::OProj, hidden)
 }
 

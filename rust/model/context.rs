@@ -7,7 +7,7 @@ use super::turns::Interrupt;
 use super::weights::Weights;
 use crate::backend::{Backend, Op};
 use crate::error::{Error, Result};
-use crate::kernels::float::AllFinite;
+use crate::kernels::finite::AllFinite;
 use crate::linear::Linear;
 use crate::tensor::KvDtype;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -4,7 +4,7 @@ use super::context::Context;
 use super::scratch::Scratch;
 use crate::backend::Op;
 use crate::error::Result;
-use crate::kernels::matmul::Output;
+use crate::kernels::Destination;
 
 /// Adds the MLP of `scratch.operands`, `m` rows `[hidden]`, to `scratch.hidden`.
 pub fn mlp(context: &Context<'_>, index: usize, scratch: &mut Scratch) -> Result<()> {
@@ -19,7 +19,7 @@ pub fn mlp(context: &Context<'_>, index: usize, scratch: &mut Scratch) -> Result
     // 2. [m, intermediate] -> [m, hidden]
     let hidden = &mut scratch.hidden[..m * layer.down_proj.n];
     context.time(Op::DownProj, || {
-        layer.down_proj.matmul(arena, isa, threads, activated, Output::Add(hidden));
+        layer.down_proj.matmul(arena, isa, threads, activated, Destination::Accumulate(hidden));
     });
     context.finite(index, Op::DownProj, hidden)
 }

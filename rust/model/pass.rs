@@ -8,7 +8,7 @@ use super::scratch::Scratch;
 use super::sequence::Sequence;
 use crate::backend::Op;
 use crate::error::Result;
-use crate::kernels::matmul::Output;
+use crate::kernels::Destination;
 
 /// What a pass ended with.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -54,7 +54,7 @@ pub fn run(
     context.norm_rows(&weights.norm, lm_head, x, |i| wanted[i], operands);
     context.time(Op::LmHead, || {
         let (isa, threads) = (backend.isa, &backend.threads);
-        lm_head.matmul(&weights.arena, isa, threads, operands, Output::Set(logits));
+        lm_head.matmul(&weights.arena, isa, threads, operands, Destination::Overwrite(logits));
     });
     match context.all_finite(logits) {
         true => Ok(Outcome::Finite),

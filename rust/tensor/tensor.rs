@@ -4,7 +4,7 @@ use super::buffer::Buffer;
 use super::q8_0::BlockQ8_0;
 use crate::error::{Error, Result};
 use crate::kernels::Isa;
-use crate::kernels::q8_0::BLOCK;
+use crate::kernels::quantize::QUANT_BLOCK;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
@@ -191,7 +191,7 @@ impl Tensor {
         match &mut self.data {
             TensorData::F32(v) => v.truncate(rows * self.shape[1]),
             TensorData::F16(v) => v.truncate(rows * self.shape[1]),
-            TensorData::Q8_0(v) => v.truncate(rows * self.shape[1].div_ceil(BLOCK)),
+            TensorData::Q8_0(v) => v.truncate(rows * self.shape[1].div_ceil(QUANT_BLOCK)),
         }
         self.shape[0] = rows;
     }
@@ -222,11 +222,11 @@ impl Tensor {
     /// `Argument` for a quantized tensor.
     pub fn quantize_q8_0(&self, isa: Isa) -> Result<Tensor> {
         let [rows, cols] = self.shape;
-        let mut padded = Vec::with_capacity(rows * cols.next_multiple_of(BLOCK));
+        let mut padded = Vec::with_capacity(rows * cols.next_multiple_of(QUANT_BLOCK));
         let values = self.to_f32()?;
         for r in 0..rows {
             padded.extend_from_slice(&values[r * cols..(r + 1) * cols]);
-            padded.resize((r + 1) * cols.next_multiple_of(BLOCK), 0.0);
+            padded.resize((r + 1) * cols.next_multiple_of(QUANT_BLOCK), 0.0);
         }
         let blocks = BlockQ8_0::quantize(isa, &padded);
         Ok(Tensor { data: TensorData::Q8_0(blocks), shape: self.shape })
@@ -288,7 +288,7 @@ impl Tensor {
         let values = match &self.data {
             TensorData::F32(v) => v.capacity(),
             TensorData::F16(v) => v.capacity(),
-            TensorData::Q8_0(v) => return v.capacity() / self.shape[1].div_ceil(BLOCK).max(1),
+            TensorData::Q8_0(v) => return v.capacity() / self.shape[1].div_ceil(QUANT_BLOCK).max(1),
         };
         values / self.shape[1].max(1)
     }

@@ -4,12 +4,18 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 use qwen_rs::kernels::attention::{AttentionRow, CHUNK, KvHead, KvRun, MergeChunks, partial_len};
-use qwen_rs::kernels::float::{ExpSum, NormRope, RmsNorm, SwiGlu};
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
-use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
+use qwen_rs::kernels::matmul_float::{ROW_PADDING, matmul_float};
+use qwen_rs::kernels::matmul_q8_0::matmul_q8_0;
+use qwen_rs::kernels::norm::RmsNorm;
 use qwen_rs::kernels::peak::{f32_rate, int8_rate};
-use qwen_rs::kernels::q8_0::{BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words};
-use qwen_rs::kernels::{Element, Isa, LANES};
+use qwen_rs::kernels::quantize::{
+    QUANT_BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
+};
+use qwen_rs::kernels::rope::NormRope;
+use qwen_rs::kernels::softmax::ExpSum;
+use qwen_rs::kernels::swiglu::SwiGlu;
+use qwen_rs::kernels::{Destination, Element, Isa, LANES};
 use qwen_rs::threads::Threads;
 
 /// Numbers of many magnitudes, the same everywhere.
@@ -38,7 +44,7 @@ fn same_everywhere(what: &str, f: impl Fn(Isa) -> Vec<f32>) -> Vec<f32> {
 }
 
 fn quantize(isa: Isa, x: &[f32]) -> Vec<f32> {
-    let mut out = vec![0.0; quantized_words(x.len().div_ceil(BLOCK))];
+    let mut out = vec![0.0; quantized_words(x.len().div_ceil(QUANT_BLOCK))];
     isa.run(QuantizeActivations { x, out: &mut out });
     out
 }
@@ -69,7 +75,7 @@ fn row_operations() {
             assert!((f64::from(swiglu[i]) - expected).abs() <= 1e-5 * expected.abs() + 1e-30);
         }
         let quantized = same_everywhere("quantize_normed", |isa| {
-            let mut out = vec![0.0; quantized_words(width.div_ceil(BLOCK))];
+            let mut out = vec![0.0; quantized_words(width.div_ceil(QUANT_BLOCK))];
             isa.run(QuantizeNormed { x: &x, weight: &y, out: &mut out, eps: 1e-6 });
             out
         });
@@ -136,17 +142,17 @@ fn padded(x: &[f32], k: usize) -> Vec<f32> {
 }
 
 /// Checks both outputs of a matmul on all instruction sets, on one thread and on two.
-fn check_product(expected: &[f32], what: &str, multiply: impl Fn(Isa, &Threads, Output<'_>)) {
+fn check_product(expected: &[f32], what: &str, multiply: impl Fn(Isa, &Threads, Destination<'_>)) {
     let before = numbers(expected.len(), 10);
     let sums: Vec<f32> = before.iter().zip(expected).map(|(x, y)| x + y).collect();
     for isa in Isa::available() {
         for threads in [1, 2] {
             let threads = Threads::new(threads).unwrap();
             let mut out = vec![f32::NAN; expected.len()];
-            multiply(isa, &threads, Output::Set(&mut out));
+            multiply(isa, &threads, Destination::Overwrite(&mut out));
             assert!(bits(&out) == bits(expected), "{what} on {isa:?}");
             let mut out = before.clone();
-            multiply(isa, &threads, Output::Add(&mut out));
+            multiply(isa, &threads, Destination::Accumulate(&mut out));
             assert!(bits(&out) == bits(&sums), "{what} added on {isa:?}");
         }
     }
@@ -213,8 +219,8 @@ struct WeightsQ8_0 {
 
 impl WeightsQ8_0 {
     fn new(n: usize, k: usize, seed: u64) -> Self {
-        let blocks = k.div_ceil(BLOCK);
-        let padded = blocks * BLOCK;
+        let blocks = k.div_ceil(QUANT_BLOCK);
+        let padded = blocks * QUANT_BLOCK;
         let mut w = numbers(n * padded, seed);
         for row in w.chunks_mut(padded) {
             row[k..].fill(0.0);
@@ -242,14 +248,14 @@ impl WeightsQ8_0 {
 
     /// The product with quantized activations by the law, word for word.
     fn law(&self, (m, n, blocks): (usize, usize, usize), activations: &[f32]) -> Vec<f32> {
-        let (padded, words) = (blocks * BLOCK, quantized_words(blocks));
+        let (padded, words) = (blocks * QUANT_BLOCK, quantized_words(blocks));
         let mut out = vec![0f32; m * n];
         for (i, y) in out.iter_mut().enumerate() {
             let (row, column) = (&activations[i / n * words..(i / n + 1) * words], i % n);
             let values: &[i8] = bytemuck::cast_slice(&row[..padded / 4]);
             for b in 0..blocks {
-                let weights = &self.quants[column * padded + b * BLOCK..];
-                let pairs = values[b * BLOCK..(b + 1) * BLOCK].iter().zip(weights);
+                let weights = &self.quants[column * padded + b * QUANT_BLOCK..];
+                let pairs = values[b * QUANT_BLOCK..(b + 1) * QUANT_BLOCK].iter().zip(weights);
                 let dot: i32 = pairs.map(|(&a, &w)| i32::from(a) * i32::from(w)).sum();
                 let scale = self.scales[column * blocks + b].to_f32() * row[padded / 4 + b];
                 *y = (dot as f32).mul_add(scale, *y);
@@ -261,7 +267,7 @@ impl WeightsQ8_0 {
 
 fn check_q8_0(m: usize, n: usize, k: usize) {
     let what = format!("q8_0 {m} x {n} x {k}");
-    let (blocks, x) = (k.div_ceil(BLOCK), numbers(m * k, 6));
+    let (blocks, x) = (k.div_ceil(QUANT_BLOCK), numbers(m * k, 6));
     let activations = same_everywhere("quantize", |isa| x.chunks(k).flat_map(|x| quantize(isa, x)).collect());
     let weights = WeightsQ8_0::new(n, k, 7);
     let product = weights.law((m, n, blocks), &activations);
@@ -289,12 +295,12 @@ fn matmul_at_every_number_of_rows() {
 #[test]
 fn matmul_at_every_remainder_of_columns_and_depth() {
     for n in 1..=LANES + 1 {
-        for k in 1..=BLOCK + 1 {
+        for k in 1..=QUANT_BLOCK + 1 {
             check_float(2, n, k, &numbers(n * k, 8), 0.0);
             check_q8_0(2, n, k);
         }
     }
-    for k in (BLOCK..=3 * BLOCK).step_by(7) {
+    for k in (QUANT_BLOCK..=3 * QUANT_BLOCK).step_by(7) {
         for n in (LANES..=5 * LANES).step_by(5) {
             check_float(13, n, k, &numbers(n * k, 8), 0.0);
             check_q8_0(13, n, k);

@@ -9,14 +9,19 @@ use proptest::array::uniform;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use qwen_rs::kernels::attention::{AttentionRow, KvHead, KvRun, LentHead, MergeChunks, partial_len};
-use qwen_rs::kernels::float::{AllFinite, ExpSum, NormRope, RmsNorm, SwiGlu};
+use qwen_rs::kernels::finite::AllFinite;
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
-use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
+use qwen_rs::kernels::matmul_float::{ROW_PADDING, matmul_float};
+use qwen_rs::kernels::matmul_q8_0::{InterleaveRows, matmul_q8_0};
+use qwen_rs::kernels::norm::RmsNorm;
 use qwen_rs::kernels::prefill_attention::{PrefillQueries, attention_prefill, prefill_scratch_words};
-use qwen_rs::kernels::q8_0::{
-    BLOCK, InterleaveRows, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
+use qwen_rs::kernels::quantize::{
+    QUANT_BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
 };
-use qwen_rs::kernels::{Element, Isa, Kernel, LANES, Lanes};
+use qwen_rs::kernels::rope::NormRope;
+use qwen_rs::kernels::softmax::ExpSum;
+use qwen_rs::kernels::swiglu::SwiGlu;
+use qwen_rs::kernels::{Destination, Element, Isa, Kernel, LANES, Lanes};
 use qwen_rs::threads::Threads;
 
 const NAN: u32 = f32::NAN.to_bits();
@@ -155,7 +160,7 @@ impl Kernel for Operations<'_> {
 /// Quantized activations: integers as they are, scales with all NaNs as one.
 fn quantized(words: &[f32]) -> Vec<u32> {
     let blocks = words.len() / quantized_words(1);
-    let (quants, rest) = words.split_at(blocks * BLOCK / 4);
+    let (quants, rest) = words.split_at(blocks * QUANT_BLOCK / 4);
     let (scales, corrections) = rest.split_at(blocks);
     let raw = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     [raw(quants), bits(scales), raw(corrections)].concat()
@@ -164,11 +169,11 @@ fn quantized(words: &[f32]) -> Vec<u32> {
 /// Quants `[blocks * 32]` and scales `[blocks]` of quantized activations.
 fn parts(words: &[f32]) -> (&[i8], &[f32]) {
     let blocks = words.len() / quantized_words(1);
-    (bytemuck::cast_slice(&words[..blocks * BLOCK / 4]), &words[blocks * BLOCK / 4..][..blocks])
+    (bytemuck::cast_slice(&words[..blocks * QUANT_BLOCK / 4]), &words[blocks * QUANT_BLOCK / 4..][..blocks])
 }
 
 fn quantize(isa: Isa, x: &[f32]) -> Vec<f32> {
-    let mut out = vec![0.0; quantized_words(x.len().div_ceil(BLOCK))];
+    let mut out = vec![0.0; quantized_words(x.len().div_ceil(QUANT_BLOCK))];
     isa.run(QuantizeActivations { x, out: &mut out });
     out
 }
@@ -286,7 +291,7 @@ proptest! {
         });
         let words = quantize(Isa::PORTABLE, &x);
         let (quants, scales) = parts(&words);
-        for ((x, quants), &scale) in x.chunks(BLOCK).zip(quants.chunks(BLOCK)).zip(scales) {
+        for ((x, quants), &scale) in x.chunks(QUANT_BLOCK).zip(quants.chunks(QUANT_BLOCK)).zip(scales) {
             let largest = x.iter().fold(0f32, |a, x| a.max(x.abs()));
             if !x.iter().all(|x| x.is_finite()) {
                 prop_assert!(scale.is_nan() && quants.iter().all(|&q| q == 0));
@@ -303,18 +308,18 @@ proptest! {
     }
 
     #[test]
-    fn weights_to_int8(x in (1usize..40).prop_flat_map(|blocks| row(blocks * BLOCK))) {
-        let blocks = x.len() / BLOCK;
+    fn weights_to_int8(x in (1usize..40).prop_flat_map(|blocks| row(blocks * QUANT_BLOCK))) {
+        let blocks = x.len() / QUANT_BLOCK;
         let (quants, scales) = same_everywhere("quantize_weights", |isa| {
             let (mut quants, mut scales) = (vec![0i8; x.len()], vec![f16::ZERO; blocks]);
             isa.run(QuantizeWeights { x: &x, quants: &mut quants, scales: &mut scales });
             (quants, scales.iter().map(|d| bits(&[d.to_f32()])[0]).collect::<Vec<_>>())
         });
-        for (b, x) in x.chunks(BLOCK).enumerate() {
+        for (b, x) in x.chunks(QUANT_BLOCK).enumerate() {
             // As the gguf package computes it; where 1 / d is not finite it leaves the quants undefined.
             let d = x.iter().fold(0f32, |a, x| a.max(x.abs())) / 127.0;
             let inverse = 1.0 / d;
-            let quants = &quants[b * BLOCK..][..BLOCK];
+            let quants = &quants[b * QUANT_BLOCK..][..QUANT_BLOCK];
             if !x.iter().all(|x| x.is_finite()) {
                 prop_assert!(!f32::from_bits(scales[b]).is_finite() && quants.iter().all(|&q| q == 0));
             } else if inverse.is_finite() {
@@ -327,7 +332,7 @@ proptest! {
     }
 
     #[test]
-    fn interleaved_rows(quants in vec(any::<i8>(), LANES * BLOCK * 3), scales in halves(LANES * 3)) {
+    fn interleaved_rows(quants in vec(any::<i8>(), LANES * QUANT_BLOCK * 3), scales in halves(LANES * 3)) {
         same_everywhere("interleave", |isa| {
             let (mut out, mut out_scales) = (vec![0u8; quants.len()], vec![f16::ZERO; scales.len()]);
             let (quants, scales) = (&quants, &scales);
@@ -354,8 +359,8 @@ proptest! {
         let threads = Threads::new(1).unwrap();
         same_everywhere("float product", |isa| {
             let (mut out, mut added) = (vec![0.0; m * n], vec![1e38; m * n]);
-            matmul_float(isa, &threads, &x, &packed, (k, n), Output::Set(&mut out));
-            matmul_float(isa, &threads, &x, &narrow, (k, n), Output::Add(&mut added));
+            matmul_float(isa, &threads, &x, &packed, (k, n), Destination::Overwrite(&mut out));
+            matmul_float(isa, &threads, &x, &narrow, (k, n), Destination::Accumulate(&mut added));
             let (mut scratch, mut gated) = (vec![0.0; GATED_WORDS], vec![0.0; m * (n + ROW_PADDING)]);
             gated_float(isa, &threads, &x, [&packed, &packed], (k, n), &mut scratch, &mut gated);
             [bits(&out), bits(&added), bits(&gated)]
@@ -365,17 +370,17 @@ proptest! {
     #[test]
     fn q8_0_products(
         (blocks, x) in (1usize..10, 1usize..4)
-            .prop_flat_map(|(m, blocks)| (Just(blocks), vec(row(blocks * BLOCK), m))),
-        quants in vec(any::<u8>(), 2 * 3 * BLOCK * LANES),
+            .prop_flat_map(|(m, blocks)| (Just(blocks), vec(row(blocks * QUANT_BLOCK), m))),
+        quants in vec(any::<u8>(), 2 * 3 * QUANT_BLOCK * LANES),
         scales in halves(2 * 3 * LANES),
     ) {
         let n = 23;
-        let weights = (&quants[..2 * blocks * BLOCK * LANES], &scales[..2 * blocks * LANES]);
+        let weights = (&quants[..2 * blocks * QUANT_BLOCK * LANES], &scales[..2 * blocks * LANES]);
         let threads = Threads::new(1).unwrap();
         let product = same_everywhere("q8_0 product", |isa| {
             let activations: Vec<f32> = x.iter().flat_map(|x| quantize(isa, x)).collect();
             let mut out = vec![0.0; x.len() * n];
-            matmul_q8_0(isa, &threads, &activations, weights, (blocks, n), Output::Set(&mut out));
+            matmul_q8_0(isa, &threads, &activations, weights, (blocks, n), Destination::Overwrite(&mut out));
             let (mut scratch, mut gated) = (vec![0.0; GATED_WORDS], vec![0.0; x.len() * quantized_words(1)]);
             gated_q8_0(isa, &threads, &activations, [weights; 2], (blocks, n), &mut scratch, &mut gated);
             let gated: Vec<_> = gated.chunks(quantized_words(1)).flat_map(quantized).collect();

@@ -13,10 +13,13 @@ use common::{bits, decode, prefill, prefill_all};
 use half::{bf16, f16};
 use qwen_rs::backend::Backend;
 use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
+use qwen_rs::kernels::Destination;
 use qwen_rs::kernels::Isa;
 use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
-use qwen_rs::kernels::matmul::{Output, ROW_PADDING, matmul_float, matmul_q8_0};
-use qwen_rs::kernels::q8_0::{GROUP_BLOCK, QuantizeActivations, quantized_words};
+use qwen_rs::kernels::matmul_float::{ROW_PADDING, matmul_float};
+use qwen_rs::kernels::matmul_q8_0::PANEL_BLOCK_BYTES;
+use qwen_rs::kernels::matmul_q8_0::matmul_q8_0;
+use qwen_rs::kernels::quantize::{QuantizeActivations, quantized_words};
 use qwen_rs::linear::WeightDtype;
 use qwen_rs::model::{Config, Logits, Model, Sequence, Weights, random_weights};
 use qwen_rs::tensor::{Buffer, KvDtype, Tensor};
@@ -102,7 +105,7 @@ fn matmul_at_odd_sizes() {
         let x = vec![0.5; m * (k + ROW_PADDING)];
         let mut out = vec![f32::NAN; m * n];
         let weights = vec![bf16::ONE; n.div_ceil(16) * k * 16];
-        matmul_float(Isa::PORTABLE, &threads, &x, &weights, (k, n), Output::Set(&mut out));
+        matmul_float(Isa::PORTABLE, &threads, &x, &weights, (k, n), Destination::Overwrite(&mut out));
         assert!(out.iter().all(|&y| y == 0.5 * k as f32));
         let mut gated = vec![f32::NAN; m * (n + ROW_PADDING)];
         gated_float(Isa::PORTABLE, &threads, &x, [&weights, &weights], (k, n), &mut scratch, &mut gated);
@@ -113,9 +116,16 @@ fn matmul_at_odd_sizes() {
             Isa::PORTABLE.run(QuantizeActivations { x: &x[..k], out: row });
         }
         let groups = n.div_ceil(16) * blocks;
-        let (quants, scales) = (vec![129; groups * GROUP_BLOCK], vec![f16::ONE; groups * 16]);
+        let (quants, scales) = (vec![129; groups * PANEL_BLOCK_BYTES], vec![f16::ONE; groups * 16]);
         let weights = (&quants[..], &scales[..]);
-        matmul_q8_0(Isa::PORTABLE, &threads, &quantized, weights, (blocks, n), Output::Add(&mut out));
+        matmul_q8_0(
+            Isa::PORTABLE,
+            &threads,
+            &quantized,
+            weights,
+            (blocks, n),
+            Destination::Accumulate(&mut out),
+        );
         assert!(out.iter().all(|&y| (y - k as f32).abs() < 1e-3));
         let mut gated = vec![f32::NAN; m * quantized_words(n.div_ceil(32))];
         let pair = [weights, weights];

@@ -6,7 +6,8 @@
 //! A score is a dot product in 16 lanes; V is accumulated position by position. So it does not
 //! matter who computes which chunk, or in how many contiguous runs the rows are lent.
 
-use super::float::{load_piece, pieces, store_piece};
+use super::pieces::{load_piece, pieces, store_piece};
+use super::softmax::softmax;
 use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
 use half::f16;
 use std::ops::Range;
@@ -274,34 +275,6 @@ impl<T: Element> Job<'_, T> {
                 unsafe { store_piece(l, out.as_mut_ptr().add(j * LANES), acc, n) };
             }
         }
-    }
-}
-
-/// Scores to exponentials of their distance from the largest; returns it and their sum. Scores
-/// beyond `len` are -infinity and become 0. A score that is not finite (an infinite key, or an overflow)
-/// makes the sum NaN: it would get a weight of 0, or leave the others none.
-#[inline(always)]
-pub(in crate::kernels) fn softmax<L: Lanes>(l: L, scores: &mut [f32; CHUNK], len: usize) -> (f32, f32) {
-    let used = len.next_multiple_of(LANES);
-    let mut not_finite = l.splat(0.0); // 0 x score: NaN stays
-    let p = scores.as_mut_ptr();
-    let mut largest = l.splat(f32::NEG_INFINITY);
-    let mut sum = l.splat(0.0);
-    // SAFETY: `used` is at most CHUNK.
-    unsafe {
-        for (i, n) in pieces(len) {
-            let scores = l.load(p.add(i));
-            largest = l.max(largest, scores);
-            let scores = if n == LANES { scores } else { l.load_first(p.add(i), n) };
-            not_finite = l.mul_add(scores, l.splat(0.0), not_finite);
-        }
-        let largest = l.max_lane(largest);
-        for i in (0..used).step_by(LANES) {
-            let e = l.exp(l.sub(l.load(p.add(i)), l.splat(largest)));
-            sum = l.add(sum, e);
-            l.store(p.add(i), e);
-        }
-        (largest, l.sum(sum) + l.sum(not_finite))
     }
 }
 

@@ -5,61 +5,45 @@
 //! stays in the first-level cache, and finishes them there: neither the two products, the widest values
 //! of a layer, nor their combination as f32 go to memory.
 
-use super::float::SwiGlu;
-use super::matmul::{MatmulFloat, ROW_PADDING};
-use super::q8_0::{BLOCK, GROUP_BLOCK, MatmulQ8_0, QuantizedRow, quantize_blocks, quantized_words};
+use super::matmul_float::MatmulFloat;
+use super::matmul_q8_0::{MatmulQ8_0, PANEL_BLOCK_BYTES};
+use super::quantize::{QUANT_BLOCK, QuantizedRow, quantize_blocks, quantized_words};
+use super::swiglu::SwiGlu;
 use crate::kernels::Isa;
 use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes};
-use crate::kernels::tiles::{OutputTiles, Split, Tile};
-use crate::threads::Threads;
+use crate::kernels::split::{OutputTiles, Split, Tile};
+use crate::kernels::tiles::{ROW_PADDING, STRIP_PANELS, STRIP_ROWS};
+use crate::threads::{Disjoint, Threads};
 use half::f16;
 
-/// Rows of a strip: a multiple of all tile heights, and so few that what they hold of the first-level cache
-/// lasts from one weight to the other.
-const STRIP: usize = 12;
-/// The most groups of 16 output rows of a weight that a task takes.
-const GROUPS: usize = 32;
-
 /// f32 words of scratch for each worker: the two products of a strip.
-pub const GATED_WORDS: usize = 2 * STRIP * GROUPS * LANES;
-
-/// A place that each task uses its own part of.
-struct Shared(*mut f32);
-
-// SAFETY: each user says which part is its own.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    fn at(&self, i: usize) -> *mut f32 {
-        self.0.wrapping_add(i)
-    }
-}
+pub const GATED_WORDS: usize = 2 * STRIP_ROWS * STRIP_PANELS * LANES;
 
 /// Calls `multiply` for both products of every strip of every tile, with their scratch `[rows, width]`
-/// (`width` is a multiple of 32, and what no group fills is 0), then `finish` with both.
+/// (`width` is a multiple of 32, and what no panel fills is 0), then `finish` with both.
 fn for_each_strip(
     threads: &Threads,
     (m, n): (usize, usize),
-    group_bytes: usize,
+    panel_bytes: usize,
     scratch: &mut [f32],
-    multiply: impl Fn(usize, OutputTiles, Tile) + Sync,
+    multiply: impl Fn(usize, OutputTiles<'_>, Tile) + Sync,
     finish: impl Fn(Tile, usize, &mut [f32], &[f32]) + Sync,
 ) {
     assert!(scratch.len() >= threads.count() * GATED_WORDS);
-    let split = Split::new(m, n.div_ceil(LANES), group_bytes, 2, GROUPS);
-    let scratch = Shared(scratch.as_mut_ptr());
+    let split = Split::new(m, n.div_ceil(LANES), panel_bytes, 2, STRIP_PANELS);
+    let scratch = Disjoint::new(scratch);
     threads.run_on(split.tasks(), &|worker, task| {
-        let Tile { rows, groups } = split.tile(task);
+        let Tile { rows, panels } = split.tile(task);
         // SAFETY: a worker runs one task at a time, and its number is below the count.
-        let own = unsafe { std::slice::from_raw_parts_mut(scratch.at(worker * GATED_WORDS), GATED_WORDS) };
+        let own = unsafe { scratch.part(worker * GATED_WORDS..(worker + 1) * GATED_WORDS) };
         let (gate, up) = own.split_at_mut(GATED_WORDS / 2);
-        let width = groups.len().next_multiple_of(2) * LANES;
-        for first in rows.clone().step_by(STRIP) {
-            let strip = Tile { rows: first..rows.end.min(first + STRIP), groups: groups.clone() };
+        let width = panels.len().next_multiple_of(2) * LANES;
+        for first in rows.clone().step_by(STRIP_ROWS) {
+            let strip = Tile { rows: first..rows.end.min(first + STRIP_ROWS), panels: panels.clone() };
             let values = strip.rows.len() * width;
             for (which, product) in [&mut *gate, &mut *up].into_iter().enumerate() {
                 for row in product[..values].chunks_exact_mut(width) {
-                    row[groups.len() * LANES..].fill(0.0);
+                    row[panels.len() * LANES..].fill(0.0);
                 }
                 multiply(which, OutputTiles::tile(product, width, &strip), strip.clone());
             }
@@ -68,7 +52,7 @@ fn for_each_strip(
     });
 }
 
-/// With Q8_0 weights `[n, 32 blocks]`, packed as [`matmul_q8_0`](super::matmul::matmul_q8_0) takes them.
+/// With Q8_0 weights `[n, 32 blocks]`, packed as [`matmul_q8_0`](super::matmul_q8_0::matmul_q8_0) takes them.
 pub fn gated_q8_0(
     isa: Isa,
     threads: &Threads,
@@ -78,17 +62,19 @@ pub fn gated_q8_0(
     scratch: &mut [f32], // [GATED_WORDS] for each worker
     out: &mut [f32],     // [m, quantized_words(ceil(n / 32))]
 ) {
-    let (groups, words) = (n.div_ceil(LANES), quantized_words(n.div_ceil(BLOCK)));
+    let (panels, words) = (n.div_ceil(LANES), quantized_words(n.div_ceil(QUANT_BLOCK)));
     let m = out.len() / words;
     assert!(out.len() == m * words && x.len() == m * quantized_words(blocks));
     for (quants, scales) in [gate, up] {
-        assert!(quants.len() == groups * blocks * GROUP_BLOCK && scales.len() == groups * blocks * LANES);
+        assert!(
+            quants.len() == panels * blocks * PANEL_BLOCK_BYTES && scales.len() == panels * blocks * LANES
+        );
     }
-    let out = Shared(out.as_mut_ptr());
+    let out = Disjoint::new(out);
     for_each_strip(
         threads,
         (m, n),
-        blocks * GROUP_BLOCK,
+        blocks * PANEL_BLOCK_BYTES,
         scratch,
         |which, out, tile| {
             let (quants, scales) = [gate, up][which];
@@ -96,8 +82,14 @@ pub fn gated_q8_0(
         },
         |tile, width, gate, up| {
             isa.run(SwiGlu { gate, up });
-            let out = QuantizedRow { start: out.at(tile.rows.start * words), blocks: n.div_ceil(BLOCK) };
-            isa.run(QuantizeTile { x: gate, width, out, first_block: tile.groups.start * LANES / BLOCK });
+            let out =
+                QuantizedRow { start: out.at(tile.rows.start * words), blocks: n.div_ceil(QUANT_BLOCK) };
+            isa.run(QuantizeTile {
+                x: gate,
+                width,
+                out,
+                first_block: tile.panels.start * LANES / QUANT_BLOCK,
+            });
         },
     );
 }
@@ -114,8 +106,8 @@ impl Kernel for QuantizeTile<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let across = self.width / BLOCK;
-        let (x, rest) = self.x.as_chunks::<BLOCK>();
+        let across = self.width / QUANT_BLOCK;
+        let (x, rest) = self.x.as_chunks::<QUANT_BLOCK>();
         assert!(rest.is_empty() && self.first_block + across <= self.out.blocks);
         let (mut row, mut block) = (0, 0);
         for x in x.chunks(LANES) {
@@ -137,7 +129,7 @@ impl Kernel for QuantizeTile<'_> {
     }
 }
 
-/// With float weights `[n, k]`, packed as [`matmul_float`](super::matmul::matmul_float) takes them.
+/// With float weights `[n, k]`, packed as [`matmul_float`](super::matmul_float::matmul_float) takes them.
 pub fn gated_float<T: Element>(
     isa: Isa,
     threads: &Threads,
@@ -153,7 +145,7 @@ pub fn gated_float<T: Element>(
     for weights in [gate, up] {
         assert_eq!(weights.len(), n.div_ceil(LANES) * k * LANES);
     }
-    let out = Shared(out.as_mut_ptr());
+    let out = Disjoint::new(out);
     for_each_strip(
         threads,
         (m, n),
@@ -162,11 +154,12 @@ pub fn gated_float<T: Element>(
         |which, out, tile| isa.run(MatmulFloat { x, stride, weights: [gate, up][which], k, out, tile }),
         |tile, width, gate, up| {
             isa.run(SwiGlu { gate, up });
-            let first = tile.groups.start * LANES;
+            let first = tile.panels.start * LANES;
             let columns = width.min(n - first);
             for (row, x) in tile.rows.zip(gate.chunks_exact(width)) {
                 // SAFETY: these columns of the row are this task's.
-                unsafe { std::ptr::copy_nonoverlapping(x.as_ptr(), out.at(row * words + first), columns) };
+                let out = unsafe { out.part(row * words + first..row * words + first + columns) };
+                out.copy_from_slice(&x[..columns]);
             }
         },
     );

@@ -1,8 +1,10 @@
 //! What the machine can do at most: the ceilings that the benchmark holds its figures against.
 
 use crate::kernels::Isa;
-use crate::kernels::isa::lanes::{Kernel, LANES, Lanes, Registers};
+use crate::kernels::isa::lanes::{Kernel, LANES, Lanes};
+use crate::kernels::tiles::{self, RowTile};
 use crate::threads::Threads;
+use std::hint::black_box;
 use std::time::Instant;
 
 /// Reads all of `bytes` once, 8 x 64 bytes at a time.
@@ -15,10 +17,10 @@ impl Kernel for ReadAll<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) -> f32 {
         let mut acc = [l.splat(0.0); 8];
-        for block in self.bytes.chunks_exact(8 * LANES) {
+        for lines in self.bytes.chunks_exact(8 * LANES) {
             for (i, acc) in acc.iter_mut().enumerate() {
-                // SAFETY: a block holds 8 x 16 values.
-                *acc = l.max(*acc, unsafe { l.load(block.as_ptr().add(i * LANES)) });
+                // SAFETY: these are 8 x 16 values.
+                *acc = l.max(*acc, unsafe { l.load(lines.as_ptr().add(i * LANES)) });
             }
         }
         acc.iter().map(|&v| l.max_lane(v)).sum()
@@ -38,63 +40,60 @@ const STEPS: usize = 64;
 struct PeakInt8;
 
 impl Kernel for PeakInt8 {
-    type Output = f32;
+    type Output = ();
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) -> f32 {
-        match L::REGISTERS {
-            Registers::ThirtyTwo512 => int8_chains::<L, 6, 2>(l),
-            Registers::Sixteen256 => int8_chains::<L, 5, 1>(l),
-        }
+    fn run<L: Lanes>(self, l: L) {
+        tiles::ceiling(l, &self);
     }
 }
 
-/// `MR` rows of activations by `NR` groups of weights.
-#[inline(always)]
-fn int8_chains<L: Lanes, const MR: usize, const NR: usize>(l: L) -> f32 {
-    let weights: [[u8; 64]; NR] = std::hint::black_box(std::array::from_fn(|g| [125 + 7 * g as u8; 64]));
-    let activations: [[[i8; 4]; MR]; STEPS] = std::array::from_fn(|i| [[(i % 15) as i8 - 7; 4]; MR]);
-    let activations = std::hint::black_box(&activations);
-    // SAFETY: 64 bytes are there.
-    let w: [_; NR] = std::array::from_fn(|g| unsafe { l.load_q8_0(weights[g].as_ptr()) });
-    let mut dots = [[l.dot_start(0); NR]; MR];
-    for _ in 0..OPERATIONS / (MR * NR * STEPS) {
-        for step in activations {
-            for (dots, a) in dots.iter_mut().zip(step) {
-                for g in 0..NR {
-                    // SAFETY: 4 values are there.
-                    dots[g] = unsafe { l.dot_q8_0(dots[g], w[g], a.as_ptr()) };
+impl RowTile for PeakInt8 {
+    #[inline(always)]
+    fn row_tile<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, _row: usize) {
+        let weights: [[u8; 64]; NR] = black_box(std::array::from_fn(|p| [125 + 7 * p as u8; 64]));
+        let activations: [[[i8; 4]; MR]; STEPS] = std::array::from_fn(|i| [[(i % 15) as i8 - 7; 4]; MR]);
+        let activations = black_box(&activations);
+        // SAFETY: 64 bytes are there.
+        let w: [_; NR] = std::array::from_fn(|p| unsafe { l.load_q8_0(weights[p].as_ptr()) });
+        let mut dots = [[l.dot_start(0); NR]; MR];
+        for _ in 0..OPERATIONS / (MR * NR * STEPS) {
+            for step in activations {
+                for (dots, a) in dots.iter_mut().zip(step) {
+                    for p in 0..NR {
+                        // SAFETY: 4 values are there.
+                        dots[p] = unsafe { l.dot_q8_0(dots[p], w[p], a.as_ptr()) };
+                    }
                 }
             }
         }
+        black_box(dots.iter().flatten().map(|&v| l.sum(l.to_f32(v))).sum::<f32>());
     }
-    dots.iter().flatten().map(|&v| l.sum(l.to_f32(v))).sum()
 }
 
-/// [`OPERATIONS`] fused multiply-adds in registers.
+/// [`OPERATIONS`] fused multiply-adds in registers, each of which needs the one before.
 struct PeakF32;
 
 impl Kernel for PeakF32 {
-    type Output = f32;
+    type Output = ();
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) -> f32 {
-        match L::REGISTERS {
-            Registers::ThirtyTwo512 => f32_chains::<L, 12>(l),
-            Registers::Sixteen256 => f32_chains::<L, 5>(l),
-        }
+    fn run<L: Lanes>(self, l: L) {
+        tiles::ceiling(l, &self);
     }
 }
 
-#[inline(always)]
-fn f32_chains<L: Lanes, const CHAINS: usize>(l: L) -> f32 {
-    let x = l.splat(std::hint::black_box(0.999_999_9));
-    let y = l.splat(std::hint::black_box(1e-9));
-    let mut acc = [l.splat(0.0); CHAINS];
-    for _ in 0..OPERATIONS / CHAINS {
-        for acc in &mut acc {
-            *acc = l.mul_add(*acc, x, y);
+impl RowTile for PeakF32 {
+    #[inline(always)]
+    fn row_tile<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, _row: usize) {
+        let x = l.splat(black_box(0.999_999_9));
+        let y = l.splat(black_box(1e-9));
+        let mut acc = [[l.splat(0.0); NR]; MR];
+        for _ in 0..OPERATIONS / (MR * NR) {
+            for acc in acc.as_flattened_mut() {
+                *acc = l.mul_add(*acc, x, y);
+            }
         }
+        black_box(acc.iter().flatten().map(|&v| l.sum(v)).sum::<f32>());
     }
-    acc.iter().map(|&v| l.sum(v)).sum()
 }
 
 /// Bytes a second of reading `memory` once, on all workers, in parts that they claim as a matmul's
@@ -106,7 +105,7 @@ pub fn read_bandwidth(isa: Isa, threads: &Threads, memory: &[u8]) -> f64 {
     let parts: Vec<_> = words.chunks(PART / 4).collect();
     let started = Instant::now();
     threads.run(parts.len(), &|i| {
-        std::hint::black_box(isa.run(ReadAll { bytes: parts[i] }));
+        black_box(isa.run(ReadAll { bytes: parts[i] }));
     });
     memory.len() as f64 / started.elapsed().as_secs_f64()
 }
@@ -121,11 +120,9 @@ pub fn f32_rate(isa: Isa, threads: &Threads) -> f64 {
     rate(threads, LANES, &|| isa.run(PeakF32))
 }
 
-fn rate(threads: &Threads, per_operation: usize, work: &(dyn Fn() -> f32 + Sync)) -> f64 {
+fn rate(threads: &Threads, per_operation: usize, work: &(dyn Fn() + Sync)) -> f64 {
     let tasks = 8 * threads.count();
     let started = Instant::now();
-    threads.run(tasks, &|_| {
-        std::hint::black_box(work());
-    });
+    threads.run(tasks, &|_| work());
     (tasks * OPERATIONS * per_operation) as f64 / started.elapsed().as_secs_f64()
 }

@@ -6,10 +6,11 @@
 //! then are 16 accumulators one after another, and folding them by halves is plain addition. V is
 //! accumulated position by position for several queries at a time.
 
-use super::attention::{AttentionRow, CHUNK, KvHead, LentHead, MergeState, partial_len, softmax};
+use super::attention::{AttentionRow, CHUNK, KvHead, LentHead, MergeState, partial_len};
+use super::softmax::softmax;
 use crate::kernels::Isa;
 use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
-use crate::threads::Threads;
+use crate::threads::{Disjoint, Threads};
 use half::f16;
 use std::ops::Range;
 
@@ -36,15 +37,6 @@ pub struct PrefillQueries<'a> {
     pub past: usize,
     pub scale: f32,
 }
-
-/// Where tasks write their rows and heads of `[rows, num_attention_heads * head_dim]`.
-#[derive(Clone, Copy)]
-struct Output(*mut f32);
-
-// SAFETY: each task writes its own rows and heads.
-unsafe impl Sync for Output {}
-// SAFETY: as above.
-unsafe impl Send for Output {}
 
 /// Whether there is a tile for this width (that of all released models, and half) and so many query heads
 /// of a KV head.
@@ -79,7 +71,7 @@ pub fn attention_prefill<'a>(
     let rows_per_block = even.clamp((BLOCK_QUERIES / 6 / group).max(1), BLOCK_QUERIES / group);
     let blocks = n.rows.div_ceil(rows_per_block);
     let words = prefill_scratch_words(n.head_dim, group);
-    let out = Output(out.as_mut_ptr());
+    let out = Disjoint::new(out);
     threads.run_with(scratch, words, blocks * n.num_key_value_heads, &|task, scratch| {
         // The last blocks see the most positions: they go first, so that no worker ends alone.
         let block = blocks - 1 - task / n.num_key_value_heads;
@@ -118,7 +110,7 @@ struct Block<'a, T> {
     kv_head: usize,
     rows: Range<usize>,
     kv: KvHead<'a, T>,
-    out: Output,
+    out: Disjoint<'a, f32>, // [rows, num_attention_heads * head_dim]
     scratch: &'a mut [f32],
 }
 
@@ -256,9 +248,8 @@ impl<T: Element> Block<'_, T> {
             state.finish(l, sums);
             let row = self.rows.start + i / group;
             let at = row * n.num_attention_heads * width + column + i % group * width;
-            // SAFETY: `attention_prefill` checked that the output has all rows and heads; this task
-            // alone writes these.
-            unsafe { std::ptr::copy_nonoverlapping(sums.as_ptr(), self.out.0.add(at), width) };
+            // SAFETY: this task alone writes its rows and heads.
+            unsafe { self.out.part(at..at + width) }.copy_from_slice(sums);
         }
     }
 }
@@ -458,8 +449,8 @@ fn values<L: Lanes, const M: usize, const N: usize>(
                 }
             }
         }
-        // Beyond what the first sees, each goes on alone: a weight of 0 is not nothing (0 x infinity,
-        // -0 + 0).
+        // Beyond what the first query sees, each goes on alone. Masking with weights of 0 would change
+        // bits: 0 x infinity is NaN, and -0 + 0 is +0.
         for m in 0..M {
             for t in together..seen[m] {
                 let weight = l.splat(*weights.get_unchecked(m * CHUNK + t));
