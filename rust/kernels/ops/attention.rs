@@ -8,12 +8,12 @@
 
 use super::pieces::{load_piece, pieces, store_piece};
 use super::softmax::softmax;
+
+pub use super::softmax::CHUNK;
 use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
 use half::f16;
 use std::ops::Range;
 
-/// Positions in a chunk.
-pub const CHUNK: usize = 256;
 /// How far ahead rows are asked for, into the second-level cache: the first has too few places for
 /// lines on their way to hide the memory's latency.
 const PREFETCH: usize = 6144;

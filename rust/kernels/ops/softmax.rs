@@ -1,8 +1,10 @@
 //! Softmax: of the scores of an attention chunk, and of a sampler's logits.
 
-use super::attention::CHUNK;
 use super::pieces::{load_piece, pieces, store_piece};
 use crate::kernels::isa::lanes::{Kernel, LANES, Lanes};
+
+/// Positions in a chunk of attention: a part of the arithmetic law.
+pub const CHUNK: usize = 256;
 
 /// Scores to exponentials of their distance from the largest; returns it and their sum. Scores
 /// beyond `len` are -infinity and become 0. A score that is not finite (an infinite key, or an overflow)
