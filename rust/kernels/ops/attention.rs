@@ -60,7 +60,7 @@ impl<'a, T> KvHead<'a, T> {
     /// The contiguous positions from `position` on, `head_dim` values each, at most up to `end`.
     #[inline(always)]
     pub(in crate::kernels) fn span(&self, position: usize, end: usize, head_dim: usize) -> Span<T> {
-        assert!(position < end && end <= self.rows, "positions {position}..{end} of {}", self.rows);
+        assert!(position < end && end <= self.rows); // no text: what it shows would be kept in memory
         let (run, inside) = (position / self.run_rows, position % self.run_rows);
         let rows = (self.run_rows - inside).min(end - position);
         let (run, stride) = (&self.runs[run], self.stride);
@@ -166,7 +166,7 @@ impl<T: Element> Job<'_, T> {
                 let n = LANES.min(span.rows - row);
                 let mut sums = [[l.splat(0.0); LANES]; H];
                 for r in 0..n {
-                    self.prefetch(l, &span, (span.k, span.v), row + r);
+                    self.prefetch(l, span, (span.k, span.v), row + r);
                     // SAFETY: row `row + r` of the span holds `width` values (`KvHead::span`).
                     let dots = unsafe { self.dot_row::<L, H, P>(l, span.k.add((row + r) * span.stride)) };
                     for h in 0..H {
@@ -187,7 +187,7 @@ impl<T: Element> Job<'_, T> {
     /// Asks for the row that is PREFETCH bytes after row `r` of a span, or, where the span ends before,
     /// for one of those that are read next: V after K, and the next chunk's K after V.
     #[inline(always)]
-    fn prefetch<L: Lanes>(&self, l: L, span: &Span<T>, (rows, next): (*const T, *const T), r: usize) {
+    fn prefetch<L: Lanes>(&self, l: L, span: Span<T>, (rows, next): (*const T, *const T), r: usize) {
         let row = self.width * size_of::<T>();
         let ahead = r + PREFETCH / row;
         let (from, at) = if ahead < span.rows { (rows, ahead) } else { (next, ahead - span.rows) };
@@ -248,7 +248,7 @@ impl<T: Element> Job<'_, T> {
             for r in 0..span.rows {
                 if piece == 0 {
                     let next = span.k.wrapping_add(span.rows * span.stride);
-                    self.prefetch(l, &span, (span.v, next), r);
+                    self.prefetch(l, span, (span.v, next), r);
                 }
                 // SAFETY: row r of the span holds `width` values (`KvHead::span`), of which pieces
                 // `piece..piece + P` are read, the last one in part where the width ends in it; a

@@ -434,7 +434,10 @@ fn values<L: Lanes, const M: usize, const N: usize>(
     let together = seen[0]; // the first query sees the fewest
     assert!(weights.len() == M * CHUNK && v.len() == CHUNK * N * LANES);
     assert!(seen.iter().all(|&seen| together <= seen && seen <= CHUNK));
+    // Two arrays: what picks a query by a variable has one of its own, so that the accumulators of the loop
+    // over all queries stay in registers.
     let mut acc = [[l.splat(0.0); N]; M];
+    let mut sums = acc;
     // SAFETY: t < seen[m] <= CHUNK; a query has CHUNK weights, v has CHUNK rows.
     unsafe {
         for t in 0..together {
@@ -449,6 +452,11 @@ fn values<L: Lanes, const M: usize, const N: usize>(
                 }
             }
         }
+        for m in 0..M {
+            for j in 0..N {
+                sums[m][j] = acc[m][j];
+            }
+        }
         // Beyond what the first query sees, each goes on alone. Masking with weights of 0 would change
         // bits: 0 x infinity is NaN, and -0 + 0 is +0.
         for m in 0..M {
@@ -456,7 +464,7 @@ fn values<L: Lanes, const M: usize, const N: usize>(
                 let weight = l.splat(*weights.get_unchecked(m * CHUNK + t));
                 for j in 0..N {
                     let v = l.load(v.as_ptr().add((t * N + j) * LANES));
-                    acc[m][j] = l.mul_add(weight, v, acc[m][j]);
+                    sums[m][j] = l.mul_add(weight, v, sums[m][j]);
                 }
             }
         }
@@ -465,7 +473,7 @@ fn values<L: Lanes, const M: usize, const N: usize>(
         let out = &mut out[m * stride..][..N * LANES];
         for j in 0..N {
             // SAFETY: the slice holds N x 16 values.
-            unsafe { l.store(out.as_mut_ptr().add(j * LANES), acc[m][j]) };
+            unsafe { l.store(out.as_mut_ptr().add(j * LANES), sums[m][j]) };
         }
     }
 }

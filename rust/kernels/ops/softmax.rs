@@ -18,10 +18,15 @@ pub(in crate::kernels) fn softmax<L: Lanes>(l: L, scores: &mut [f32; CHUNK], len
     let mut sum = l.splat(0.0);
     // SAFETY: `used` is at most CHUNK.
     unsafe {
-        for (i, n) in pieces(len) {
+        let whole = len / LANES * LANES;
+        for i in (0..whole).step_by(LANES) {
             let scores = l.load(p.add(i));
             largest = l.max(largest, scores);
-            let scores = if n == LANES { scores } else { l.load_first(p.add(i), n) };
+            not_finite = l.mul_add(scores, l.splat(0.0), not_finite);
+        }
+        if whole < len {
+            largest = l.max(largest, l.load(p.add(whole)));
+            let scores = l.load_first(p.add(whole), len - whole);
             not_finite = l.mul_add(scores, l.splat(0.0), not_finite);
         }
         let largest = l.max_lane(largest);
