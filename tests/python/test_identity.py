@@ -56,7 +56,7 @@ def test_this_machine_reproduces_the_stored_bits(isa: str) -> None:
 def test_tiny_and_huge_activations_give_the_same_bits(
     scale: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """127 / largest of a block of activations overflows below 3.7e-37; a final norm's weight brings it there."""
+    """127 / largest of a quant block overflows below 3.7e-37; a final norm's weight brings it there."""
     config = checkpoints.config()
     tensors = checkpoints.weights(config)
     tensors["model.norm.weight"] = np.full(config["hidden_size"], scale, np.float32)

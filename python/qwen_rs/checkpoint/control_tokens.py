@@ -11,9 +11,9 @@ nowhere in the conversation, after each character with which a control token cou
 No cutting or joining makes an unmarked "<" of a marked one, and the comparison shows whether the template
 treats the marks as it treats the text. One that looks for ``<think>`` in an answer does not. So tags which
 are added tokens but not special ones (``<think>``, ``<tool_call>``) are spared in what the assistant said,
-where they are the model's own, and when the texts still differ, everywhere. When they differ even then, special
-tokens alone are marked, where they are spelled out whole. When they differ at last, that marked rendering is
-taken: the template has not recognized what the messages spell out, and nor does anybody.
+where they are the model's own, and when the texts still differ, everywhere. When they differ even then,
+special tokens alone are marked, where they are spelled out whole. When they differ at last, that marked
+rendering is taken: the template has not recognized what the messages spell out, and nor does anybody.
 """
 
 from __future__ import annotations
