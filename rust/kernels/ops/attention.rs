@@ -135,12 +135,16 @@ impl<T: Element> Job<'_, T> {
             partial[self.width + 1] = sum;
         }
         match (L::REGISTERS, P) {
-            (Registers::ThirtyTwo512, 8) => self.values::<L, H, 8>(l, &scores, partials, 0, 0),
+            (Registers::ThirtyTwo512, 4 | 8) => self.values::<L, H, P>(l, &scores, partials, 0, 0),
+            // Heads share every widening of V: a pair has two pieces at a time in sixteen registers.
+            (_, 4 | 8) if H == 2 => {
+                for piece in (0..P).step_by(2) {
+                    self.values::<L, H, 2>(l, &scores, partials, 0, piece);
+                }
+            }
             (_, 4 | 8) => {
-                for h in 0..H {
-                    for piece in (0..P).step_by(4) {
-                        self.values::<L, 1, 4>(l, &scores[h..], partials, h, piece);
-                    }
+                for piece in (0..P).step_by(4) {
+                    self.values::<L, H, 4>(l, &scores, partials, 0, piece);
                 }
             }
             _ => {
