@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 ROOT = Path(__file__).resolve().parent
 GOLDEN = ROOT / "golden"
 CHAT = GOLDEN / "chat"
 DEMO = ROOT.parent / "python" / "qwen_rs" / "demo"
 
-# name: (sizes, dtype of the files, shard size)
+# name: (fields of the config, qwen3 unless they say otherwise; dtype of the files; shard size)
 CHECKPOINTS: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
     # 4 query heads share a KV head; heads wider than hidden / heads; hidden not a multiple of 64
     "gqa_4_1": (
@@ -167,13 +167,14 @@ def render_conversations() -> None:
     path.write_text(json.dumps(rendered, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def random_model(sizes: dict[str, Any], seed: int) -> Qwen3ForCausalLM:
+def random_model(fields: dict[str, Any], seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
     defaults = {
+        "model_type": "qwen3",
         "max_position_embeddings": 1024,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**{**defaults, **sizes}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**defaults, **fields}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -204,11 +205,11 @@ def golden(model: Any, prompt: list[int]) -> dict[str, np.ndarray]:
 
 def main() -> None:
     render_conversations()
-    for seed, (name, (sizes, dtype, shard)) in enumerate(CHECKPOINTS.items()):
+    for seed, (name, (fields, dtype, shard)) in enumerate(CHECKPOINTS.items()):
         print(name)
         directory = GOLDEN / name
         shutil.rmtree(directory, ignore_errors=True)
-        model = random_model(sizes, seed).to(dtype)
+        model = random_model(fields, seed).to(dtype)
         model.save_pretrained(directory, max_shard_size=shard)
         if name.endswith("old_spelling"):
             path = directory / "config.json"
@@ -217,7 +218,7 @@ def main() -> None:
             config["rope_scaling"] = None
             config["torch_dtype"] = config.pop("dtype")
             path.write_text(json.dumps(config, indent=2) + "\n")
-        prompt = np.random.default_rng(seed).integers(0, sizes["vocab_size"], 40).tolist()
+        prompt = np.random.default_rng(seed).integers(0, fields["vocab_size"], 40).tolist()
         # Loaded again, so that what is not stored (RoPE frequencies) is computed in F32.
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         np.savez_compressed(directory / "golden.npz", **golden(model, prompt))

@@ -9,7 +9,7 @@ use rand_core::{Rng, SeedableRng};
 use std::ops::Range;
 
 /// Gives every tensor that it is asked for: BF16 values of [-0.035, 0.035], a standard deviation of
-/// 0.02 as a fresh Qwen3 has; vectors, which are norms, are 1. Matrices overlap in one pool of values,
+/// 0.02 as a fresh model has; vectors are 1, as fresh norms are. Matrices overlap in one pool of values,
 /// so memory is that of the largest.
 pub struct RandomWeights {
     pool: Values,

@@ -17,11 +17,8 @@ impl Model {
             let mut hash = Xxh3::new();
             hash.update(self.config.identity().as_bytes());
             hash.update(self.weights.dtype().name().as_bytes());
-            let layers = self.weights.layers.iter().flat_map(|layer| {
-                [&layer.input_layernorm, &layer.q_norm, &layer.k_norm, &layer.post_attention_layernorm]
-            });
-            for norm in layers.chain([&self.weights.norm]) {
-                hash.update(bytemuck::cast_slice(norm));
+            for vector in self.weights.vectors() {
+                hash.update(bytemuck::cast_slice(vector));
             }
             let parts: Vec<_> = self.weights.arena.contents().chunks(PART).collect();
             let mut hashes = vec![0; parts.len()];

@@ -187,6 +187,11 @@ impl Weights {
         self.layers.first().map_or(self.embed_tokens.dtype(), |layer| layer.qkv_proj.dtype())
     }
 
+    /// Every vector, layer by layer; `norm` is the last.
+    pub fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
+        self.layers.iter().flat_map(LayerWeights::vectors).chain([&self.norm])
+    }
+
     /// What gives the logits: the embedding's rows if it is tied.
     pub fn lm_head(&self) -> &Linear {
         self.lm_head.as_ref().unwrap_or(&self.embed_tokens)
@@ -210,6 +215,22 @@ impl Weights {
 }
 
 impl LayerWeights {
+    fn vectors(&self) -> impl Iterator<Item = &Vec<f32>> {
+        // Without `..`, so that a field that is added has to be listed or left out here.
+        let Self {
+            input_layernorm,
+            qkv_proj: _,
+            q_norm,
+            k_norm,
+            o_proj: _,
+            post_attention_layernorm,
+            gate_proj: _,
+            up_proj: _,
+            down_proj: _,
+        } = self;
+        [input_layernorm, q_norm, k_norm, post_attention_layernorm].into_iter()
+    }
+
     pub fn gated(&self) -> GatedPair<'_> {
         let (gate, up) = (&self.gate_proj, &self.up_proj);
         GatedPair { gate, up, reader: self.down_proj.activations() }

@@ -12,7 +12,7 @@ use qwen_rs::kernels::peak::{f32_rate, int8_rate};
 use qwen_rs::kernels::quantize::{
     QUANT_BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
 };
-use qwen_rs::kernels::rope::NormRope;
+use qwen_rs::kernels::rope::{NormRope, Rope};
 use qwen_rs::kernels::softmax::ExpSum;
 use qwen_rs::kernels::swiglu::SwiGlu;
 use qwen_rs::kernels::{Destination, Element, Isa, LANES};
@@ -88,11 +88,17 @@ fn row_operations() {
         });
         if width % 2 == 0 {
             let rotation = numbers(width, 3);
-            same_everywhere("norm_rope", |isa| {
+            let fused = same_everywhere("norm_rope", |isa| {
                 let mut head = x.clone();
                 isa.run(NormRope { head: &mut head, weight: &y, rotation: &rotation, eps: 1e-6 });
                 head
             });
+            let turned = same_everywhere("rope", |isa| {
+                let mut head = norm.clone();
+                isa.run(Rope { head: &mut head, rotation: &rotation });
+                head
+            });
+            assert!(bits(&turned) == bits(&fused), "{width}");
         }
     }
 }

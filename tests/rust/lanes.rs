@@ -18,7 +18,7 @@ use qwen_rs::kernels::prefill_attention::{PrefillQueries, attention_prefill, pre
 use qwen_rs::kernels::quantize::{
     QUANT_BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
 };
-use qwen_rs::kernels::rope::NormRope;
+use qwen_rs::kernels::rope::{NormRope, Rope};
 use qwen_rs::kernels::softmax::ExpSum;
 use qwen_rs::kernels::swiglu::SwiGlu;
 use qwen_rs::kernels::{Destination, Element, Isa, Kernel, LANES, Lanes};
@@ -259,6 +259,11 @@ proptest! {
         same_everywhere("norm_rope", |isa| {
             let mut head = x.clone();
             isa.run(NormRope { head: &mut head, weight: &y, rotation: &rotation, eps });
+            bits(&head)
+        });
+        same_everywhere("rope", |isa| {
+            let mut head = x.clone();
+            isa.run(Rope { head: &mut head, rotation: &rotation });
             bits(&head)
         });
         let gated = same_everywhere("swiglu", |isa| {

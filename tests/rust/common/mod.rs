@@ -9,10 +9,17 @@ use qwen_rs::loader::Checkpoint;
 use qwen_rs::model::{Config, Logits, Model, Weights};
 use qwen_rs::tensor::KvDtype;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
-/// Random checkpoints: GQA 4:1, 1:1, 8:1 and 3:1; heads of 16, 32, 20, 64 and 128.
-pub const CHECKPOINTS: [&str; 5] =
-    ["gqa_4_1", "mha_untied_sharded", "mqa_8_1_odd_sizes", "head_dim_128_old_spelling", "gqa_3_1"];
+/// The random checkpoints that `make_golden.py` lists, by their folders: all GQA ratios, head widths and
+/// families.
+pub static CHECKPOINTS: LazyLock<Vec<String>> = LazyLock::new(|| {
+    let entries = golden("").read_dir().unwrap().map(|entry| entry.unwrap());
+    let checkpoints = entries.filter(|entry| entry.path().join("golden.npz").exists());
+    let mut names: Vec<_> = checkpoints.map(|entry| entry.file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+});
 pub const DTYPES: [WeightDtype; 3] = [WeightDtype::F32, WeightDtype::BF16, WeightDtype::Q8_0];
 pub const KV_DTYPES: [KvDtype; 2] = [KvDtype::F32, KvDtype::F16];
 
