@@ -36,8 +36,7 @@ fn quantize_q8_0<'py>(
 }
 
 /// The instruction sets that this machine runs, the best one first, by the names that ``QWEN_RS_ISA``
-/// takes: ``avx512`` (with VNNI), ``avx2-vnni`` (AVX2, FMA, F16C and AVX-VNNI), ``avx2`` (AVX2, FMA and
-/// F16C) and ``portable``.
+/// takes. ``portable`` is the last of them on every machine.
 #[pyfunction]
 fn available_isas() -> Vec<&'static str> {
     Isa::available().iter().map(Isa::name).collect()

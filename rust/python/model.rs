@@ -130,8 +130,7 @@ impl Model {
         self.0.backend().name()
     }
 
-    /// The instruction set of the kernels, by the name that ``QWEN_RS_ISA`` forces it by: ``avx512``,
-    /// ``avx2-vnni``, ``avx2`` or ``portable``.
+    /// The instruction set of the kernels, one of ``available_isas()``.
     #[getter]
     fn isa(&self) -> &'static str {
         self.0.backend().isa.name()

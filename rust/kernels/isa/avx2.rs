@@ -1,6 +1,7 @@
 //! AVX2 with FMA and F16C: two registers hold 16 lanes.
 
-use super::lanes::{Kernel, Lanes, Registers};
+use super::lanes::{InstructionSet, Kernel, Lanes};
+use crate::kernels::tiles;
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -9,8 +10,10 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy)]
 pub struct Avx2<const VNNI: bool>(());
 
-impl Avx2<false> {
-    pub fn detect() -> Option<Self> {
+impl InstructionSet for Avx2<false> {
+    const NAME: &'static str = "avx2";
+
+    fn detect() -> Option<Self> {
         let found = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c");
@@ -18,20 +21,22 @@ impl Avx2<false> {
     }
 
     #[inline]
-    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+    fn run<K: Kernel>(self, kernel: K) -> K::Output {
         // SAFETY: `self` proves that the features are there.
         unsafe { run(self, kernel) }
     }
 }
 
-impl Avx2<true> {
-    pub fn detect() -> Option<Self> {
+impl InstructionSet for Avx2<true> {
+    const NAME: &'static str = "avx2-vnni";
+
+    fn detect() -> Option<Self> {
         let base = Avx2::<false>::detect();
         base.filter(|_| is_x86_feature_detected!("avxvnni")).map(|_| Self(()))
     }
 
     #[inline]
-    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+    fn run<K: Kernel>(self, kernel: K) -> K::Output {
         // SAFETY: `self` proves that the features are there.
         unsafe { run_vnni(self, kernel) }
     }
@@ -113,7 +118,7 @@ impl<const VNNI: bool> Lanes for Avx2<VNNI> {
     type F = Floats;
     type I = [__m256i; 2];
     type W = Weights;
-    const REGISTERS: Registers = Registers::Sixteen256;
+    type Tiles = tiles::Sixteen256;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Floats {

@@ -1,6 +1,7 @@
 //! AVX-512 with VNNI: one register holds 16 lanes.
 
-use super::lanes::{Kernel, Lanes, Registers};
+use super::lanes::{InstructionSet, Kernel, Lanes};
+use crate::kernels::tiles;
 use half::{bf16, f16};
 use std::arch::x86_64::*;
 
@@ -8,8 +9,10 @@ use std::arch::x86_64::*;
 #[derive(Clone, Copy)]
 pub struct Avx512(());
 
-impl Avx512 {
-    pub fn detect() -> Option<Self> {
+impl InstructionSet for Avx512 {
+    const NAME: &'static str = "avx512";
+
+    fn detect() -> Option<Self> {
         // The standard library asks the operating system (XGETBV) too: a virtual machine may report
         // AVX-512 without enabling its registers.
         let found = is_x86_feature_detected!("avx512f")
@@ -24,7 +27,7 @@ impl Avx512 {
     }
 
     #[inline]
-    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+    fn run<K: Kernel>(self, kernel: K) -> K::Output {
         // SAFETY: `self` proves that the features are there.
         unsafe { run(self, kernel) }
     }
@@ -95,7 +98,7 @@ impl Lanes for Avx512 {
     type F = __m512;
     type I = __m512i;
     type W = __m512i;
-    const REGISTERS: Registers = Registers::ThirtyTwo512;
+    type Tiles = tiles::ThirtyTwo512;
 
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {

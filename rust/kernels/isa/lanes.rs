@@ -5,6 +5,7 @@
 //! kernel gives the same bits whichever implementation runs it. A value of an implementing type is
 //! the proof that the CPU can run it: `Avx2` and `Avx512` are made by run-time detection alone.
 
+use crate::kernels::tiles::Tiles;
 use half::{bf16, f16};
 
 /// A kernel call with its arguments; `run` is the kernel's only source.
@@ -16,13 +17,14 @@ pub trait Kernel {
 /// How many lanes a vector has, in every instruction set.
 pub const LANES: usize = 16;
 
-/// Which registers an instruction set has: kernels choose their tile sizes by it.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Registers {
-    /// 16 registers that hold half of a 16-lane vector each (AVX2, and the portable code).
-    Sixteen256,
-    /// 32 registers that hold a whole 16-lane vector each (AVX-512).
-    ThirtyTwo512,
+/// An instruction set: lanes that a machine may have, and how to run kernels on them.
+pub trait InstructionSet: Lanes {
+    /// What `QWEN_RS_ISA` calls it.
+    const NAME: &'static str;
+    /// The proof, if CPU and operating system run it.
+    fn detect() -> Option<Self>;
+    /// Runs a kernel that is compiled with the set's features.
+    fn run<K: Kernel>(self, kernel: K) -> K::Output;
 }
 
 /// Sixteen f32 lanes, sixteen i32 lanes, and what can be done with them bit for bit the same
@@ -42,7 +44,8 @@ pub trait Lanes: Copy + Send + Sync + 'static {
     type I: Copy;
     /// 16 output rows x 4 values of k of unsigned Q8_0 weights, ready for [`Lanes::dot_q8_0`].
     type W: Copy;
-    const REGISTERS: Registers;
+    /// The tiles of kernels on its registers.
+    type Tiles: Tiles;
 
     fn splat(self, x: f32) -> Self::F;
     /// # Safety

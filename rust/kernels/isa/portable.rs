@@ -1,11 +1,25 @@
 //! The portable instruction set: plain loops over 16-lane arrays. It is the oracle that the others
 //! are tested against, and what any CPU without AVX2 runs.
 
-use super::lanes::{LANES, Lanes, Registers};
+use super::lanes::{InstructionSet, Kernel, LANES, Lanes};
+use crate::kernels::tiles;
 use half::{bf16, f16};
 
 #[derive(Clone, Copy)]
 pub struct Portable;
+
+impl InstructionSet for Portable {
+    const NAME: &'static str = "portable";
+
+    fn detect() -> Option<Self> {
+        Some(Self)
+    }
+
+    #[inline]
+    fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        kernel.run(self)
+    }
+}
 
 type Floats = [f32; LANES];
 
@@ -23,7 +37,7 @@ impl Lanes for Portable {
     type F = Floats;
     type I = [i32; LANES];
     type W = [u8; 64]; // [16 rows][4 values of k]
-    const REGISTERS: Registers = Registers::Sixteen256;
+    type Tiles = tiles::Sixteen256;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Floats {

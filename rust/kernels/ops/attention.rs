@@ -10,7 +10,8 @@ use super::pieces::{load_piece, pieces, store_piece};
 use super::softmax::softmax;
 
 pub use super::softmax::CHUNK;
-use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
+use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes};
+use crate::kernels::tiles::Tiles;
 use half::f16;
 use std::ops::Range;
 
@@ -134,8 +135,8 @@ impl<T: Element> Job<'_, T> {
             partial[self.width] = largest;
             partial[self.width + 1] = sum;
         }
-        match (L::REGISTERS, P) {
-            (Registers::ThirtyTwo512, 4 | 8) => self.values::<L, H, P>(l, &scores, partials, 0, 0),
+        match (L::Tiles::TWO_HEADS, P) {
+            (true, 4 | 8) => self.values::<L, H, P>(l, &scores, partials, 0, 0),
             // Heads share every widening of V: a pair has two pieces at a time in sixteen registers.
             (_, 4 | 8) if H == 2 => {
                 for piece in (0..P).step_by(2) {

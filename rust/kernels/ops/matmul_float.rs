@@ -15,7 +15,7 @@
 use crate::kernels::Isa;
 use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes};
 use crate::kernels::split::{Destination, OutputTiles, Tile, for_each_tile};
-use crate::kernels::tiles::{self, RowTile};
+use crate::kernels::tiles::{self, RowTile, Tiles};
 use crate::threads::Threads;
 
 pub use crate::kernels::tiles::ROW_PADDING;
@@ -94,18 +94,20 @@ impl<T: Element> MatmulFloat<'_, T> {
     }
 }
 
-impl<T: Element> RowTile for MatmulFloat<'_, T> {
+impl<L: Lanes, T: Element> RowTile for (L, &MatmulFloat<'_, T>) {
     #[inline(always)]
-    fn row_tile<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, row: usize) {
-        let mut panel = self.tile.panels.start;
-        while panel + NR <= self.tile.panels.end {
-            self.micro_tile::<L, MR, NR, PREFETCH>(l, row, panel);
+    fn row_tile<const MR: usize, const NR: usize, const PREFETCH: bool>(&self, row: usize) -> usize {
+        let &(l, kernel) = self;
+        let mut panel = kernel.tile.panels.start;
+        while panel + NR <= kernel.tile.panels.end {
+            kernel.micro_tile::<L, MR, NR, PREFETCH>(l, row, panel);
             panel += NR;
         }
-        while panel < self.tile.panels.end {
-            self.micro_tile::<L, MR, 1, PREFETCH>(l, row, panel);
+        while panel < kernel.tile.panels.end {
+            kernel.micro_tile::<L, MR, 1, PREFETCH>(l, row, panel);
             panel += 1;
         }
+        MR
     }
 }
 
@@ -115,6 +117,9 @@ impl<T: Element> Kernel for MatmulFloat<'_, T> {
     fn run<L: Lanes>(self, l: L) {
         assert!(self.tile.rows.end * self.stride <= self.x.len() && self.k <= self.stride);
         assert!(self.tile.panels.end * self.k * LANES <= self.weights.len());
-        tiles::float(l, self.tile.rows.clone(), &self);
+        let (mut row, end) = (self.tile.rows.start, self.tile.rows.end);
+        while row < end {
+            row += L::Tiles::float(&(l, &self), row, end - row);
+        }
     }
 }

@@ -25,7 +25,7 @@ use super::quantize::{QUANT_BLOCK, quantized_words};
 use crate::kernels::Isa;
 use crate::kernels::isa::lanes::{Kernel, LANES, Lanes};
 use crate::kernels::split::{Destination, OutputTiles, Tile, for_each_tile};
-use crate::kernels::tiles::{self, RowTile};
+use crate::kernels::tiles::{self, RowTile, Tiles};
 use crate::threads::Threads;
 use half::f16;
 
@@ -122,18 +122,20 @@ impl MatmulQ8_0<'_> {
     }
 }
 
-impl RowTile for MatmulQ8_0<'_> {
+impl<L: Lanes> RowTile for (L, &MatmulQ8_0<'_>) {
     #[inline(always)]
-    fn row_tile<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, row: usize) {
-        let mut panel = self.tile.panels.start;
-        while panel + NR <= self.tile.panels.end {
-            self.micro_tile::<L, MR, NR, PREFETCH>(l, row, panel);
+    fn row_tile<const MR: usize, const NR: usize, const PREFETCH: bool>(&self, row: usize) -> usize {
+        let &(l, kernel) = self;
+        let mut panel = kernel.tile.panels.start;
+        while panel + NR <= kernel.tile.panels.end {
+            kernel.micro_tile::<L, MR, NR, PREFETCH>(l, row, panel);
             panel += NR;
         }
-        while panel < self.tile.panels.end {
-            self.micro_tile::<L, MR, 1, PREFETCH>(l, row, panel);
+        while panel < kernel.tile.panels.end {
+            kernel.micro_tile::<L, MR, 1, PREFETCH>(l, row, panel);
             panel += 1;
         }
+        MR
     }
 }
 
@@ -145,7 +147,10 @@ impl Kernel for MatmulQ8_0<'_> {
         assert!(self.tile.rows.end * quantized_words(blocks) <= self.x.len());
         assert!(self.tile.panels.end * blocks * PANEL_BLOCK_BYTES <= self.quants.len());
         assert!(self.tile.panels.end * blocks * LANES <= self.scales.len());
-        tiles::q8_0(l, self.tile.rows.clone(), &self);
+        let (mut row, end) = (self.tile.rows.start, self.tile.rows.end);
+        while row < end {
+            row += L::Tiles::q8_0(&(l, &self), row, end - row);
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::kernels::Isa;
 use crate::kernels::isa::lanes::{Kernel, LANES, Lanes};
-use crate::kernels::tiles::{self, RowTile};
+use crate::kernels::tiles::{RowTile, Tiles};
 use crate::threads::Threads;
 use std::hint::black_box;
 use std::time::Instant;
@@ -43,13 +43,14 @@ impl Kernel for PeakInt8 {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        tiles::ceiling(l, &self);
+        L::Tiles::ceiling(&(l, &self));
     }
 }
 
-impl RowTile for PeakInt8 {
+impl<L: Lanes> RowTile for (L, &PeakInt8) {
     #[inline(always)]
-    fn row_tile<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, _row: usize) {
+    fn row_tile<const MR: usize, const NR: usize, const PREFETCH: bool>(&self, _row: usize) -> usize {
+        let l = self.0;
         let weights: [[u8; 64]; NR] = black_box(std::array::from_fn(|p| [125 + 7 * p as u8; 64]));
         let activations: [[[i8; 4]; MR]; STEPS] = std::array::from_fn(|i| [[(i % 15) as i8 - 7; 4]; MR]);
         let activations = black_box(&activations);
@@ -67,6 +68,7 @@ impl RowTile for PeakInt8 {
             }
         }
         black_box(dots.iter().flatten().map(|&v| l.sum(l.to_f32(v))).sum::<f32>());
+        MR
     }
 }
 
@@ -77,13 +79,14 @@ impl Kernel for PeakF32 {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        tiles::ceiling(l, &self);
+        L::Tiles::ceiling(&(l, &self));
     }
 }
 
-impl RowTile for PeakF32 {
+impl<L: Lanes> RowTile for (L, &PeakF32) {
     #[inline(always)]
-    fn row_tile<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, _row: usize) {
+    fn row_tile<const MR: usize, const NR: usize, const PREFETCH: bool>(&self, _row: usize) -> usize {
+        let l = self.0;
         let x = l.splat(black_box(0.999_999_9));
         let y = l.splat(black_box(1e-9));
         let mut acc = [[l.splat(0.0); NR]; MR];
@@ -93,6 +96,7 @@ impl RowTile for PeakF32 {
             }
         }
         black_box(acc.iter().flatten().map(|&v| l.sum(v)).sum::<f32>());
+        MR
     }
 }
 

@@ -9,12 +9,13 @@
 use super::attention::{AttentionRow, CHUNK, KvHead, LentHead, MergeState, partial_len};
 use super::softmax::softmax;
 use crate::kernels::Isa;
-use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes, Registers};
+use crate::kernels::isa::lanes::{Element, Kernel, LANES, Lanes};
+use crate::kernels::tiles::{QueryTile, Tiles};
 use crate::threads::{Disjoint, Threads};
 use half::f16;
 use std::ops::Range;
 
-/// The most query vectors (rows x heads of a group) in a block: a multiple of both tile heights, enough
+/// The most query vectors (rows x heads of a group) in a block: a multiple of all tile heights, enough
 /// that transposing the keys costs little beside them, and few enough for the second-level cache.
 const BLOCK_QUERIES: usize = 288;
 /// Blocks that a worker should find: a few, so that none ends long after the others.
@@ -118,13 +119,17 @@ impl<T: Element> Kernel for Block<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        match (L::REGISTERS, self.queries.head_dim) {
-            // 24 accumulators of 32 registers
-            (Registers::ThirtyTwo512, 128) => self.attend::<L, 8, 12, 2>(l),
-            (Registers::ThirtyTwo512, _) => self.attend::<L, 4, 12, 2>(l),
-            // 8 accumulators of 16 registers
-            (Registers::Sixteen256, 128) => self.attend::<L, 8, 4, 1>(l),
-            (Registers::Sixteen256, _) => self.attend::<L, 4, 4, 1>(l),
+        L::Tiles::prefill_attention((l, self));
+    }
+}
+
+impl<L: Lanes, T: Element> QueryTile for (L, Block<'_, T>) {
+    #[inline(always)]
+    fn query_tile<const M: usize, const N: usize>(self) {
+        let (l, block) = self;
+        match block.queries.head_dim {
+            128 => block.attend::<L, 8, M, N>(l),
+            _ => block.attend::<L, 4, M, N>(l),
         }
     }
 }
@@ -168,6 +173,7 @@ impl<T: Element> Block<'_, T> {
     /// `P` pieces of 16 in a head; tiles of `M` queries by `N` vectors.
     #[inline(always)]
     fn attend<L: Lanes, const P: usize, const M: usize, const N: usize>(self, l: L) {
+        const { assert!(P.is_multiple_of(N) && BLOCK_QUERIES.is_multiple_of(M)) };
         let n = self.queries;
         let (width, group) = (P * LANES, self.group);
         let count = self.rows.len() * group; // query vectors, [row][head]
