@@ -32,10 +32,10 @@ pub const ROW_PADDING: usize = LANES;
 /// Prefetch distance of float weights under many rows, in values of `k`: from the second-level cache, whose
 /// latency the micro-tile's own loads do not hide.
 pub(in crate::kernels) const FLOAT_PREFETCH: usize = 16;
-/// Prefetch distances of Q8_0 weights, in bytes: first from memory into the second-level cache, then into
+/// Prefetch distances of quantized weights, in bytes: first from memory into the second-level cache, then into
 /// the first, which has too few line-fill buffers to hide the memory's latency alone.
-pub(in crate::kernels) const Q8_0_PREFETCH_L2: usize = 8192;
-pub(in crate::kernels) const Q8_0_PREFETCH_L1: usize = 1024;
+pub(in crate::kernels) const INT8_PREFETCH_L2: usize = 8192;
+pub(in crate::kernels) const INT8_PREFETCH_L1: usize = 1024;
 
 /// A kernel that works on tiles of several sizes.
 pub(in crate::kernels) trait RowTile {
@@ -43,12 +43,12 @@ pub(in crate::kernels) trait RowTile {
     fn row_tile<L: Lanes, const MR: usize, const NR: usize, const PREFETCH: bool>(&self, l: L, row: usize);
 }
 
-/// The row tiles of a matmul with Q8_0 weights.
+/// The row tiles of a matmul with quantized weights.
 ///
 /// Weights are prefetched where the hardware does not look far enough ahead: not with one row on wide
 /// registers, where reading is all there is to do, and not with many, whose weights come from a cache.
 #[inline(always)]
-pub(in crate::kernels) fn q8_0<L: Lanes>(l: L, rows: Range<usize>, kernel: &impl RowTile) {
+pub(in crate::kernels) fn int8<L: Lanes>(l: L, rows: Range<usize>, kernel: &impl RowTile) {
     let (mut row, end) = (rows.start, rows.end);
     while row < end {
         let left = end - row;
@@ -123,7 +123,7 @@ pub(in crate::kernels) fn float<L: Lanes>(l: L, rows: Range<usize>, kernel: &imp
 }
 
 /// The tile of the ceilings, whose `MR x NR` chains hide the latency of the instructions and fit in
-/// registers; as in [`q8_0`], an activation that is broadcast serves two panels on wide registers.
+/// registers; as in [`int8`], an activation that is broadcast serves two panels on wide registers.
 #[inline(always)]
 pub(in crate::kernels) fn ceiling<L: Lanes>(l: L, kernel: &impl RowTile) {
     match L::REGISTERS {

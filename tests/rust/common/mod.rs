@@ -13,7 +13,7 @@ use std::path::PathBuf;
 /// Random checkpoints: GQA 4:1, 1:1, 8:1 and 3:1; heads of 16, 32, 20, 64 and 128.
 pub const CHECKPOINTS: [&str; 5] =
     ["gqa_4_1", "mha_untied_sharded", "mqa_8_1_odd_sizes", "head_dim_128_old_spelling", "gqa_3_1"];
-pub const DTYPES: [WeightDtype; 3] = [WeightDtype::F32, WeightDtype::BF16, WeightDtype::Q8_0];
+pub const DTYPES: &[WeightDtype] = WeightDtype::ALL;
 pub const KV_DTYPES: [KvDtype; 2] = [KvDtype::F32, KvDtype::F16];
 
 pub fn golden(name: &str) -> PathBuf {
