@@ -147,7 +147,7 @@ class Bench:
         prompt, seconds, ceilings = self.prompt(length), [], []
         for repetition in range(self.repetitions + 1):  # the first is a warm-up
             cache = self.cache(length)
-            ceilings.append(self.ceilings()[1 if self.model.dtype == "q8_0" else 2])
+            ceilings.append(self.ceilings()[1 if self.model.activations == "int8" else 2])
             started = time.perf_counter()
             self.model.prefill(cache, prompt)
             if repetition:

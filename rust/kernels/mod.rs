@@ -13,8 +13,5 @@ mod tiles;
 
 pub use isa::lanes::{Element, Kernel, LANES, Lanes};
 pub use isa::{ISA_VARIABLE, Isa};
-pub use ops::{
-    attention, decode_attention, finite, gated, matmul_float, matmul_q8_0, norm, peak, prefill_attention,
-    quantize, rope, softmax, swiglu,
-};
+pub use ops::*;
 pub use split::Destination;

@@ -29,10 +29,10 @@ pub const ROW_PADDING: usize = 16;
 /// Prefetch distance of float weights under many rows, in values of `k`: from the second-level cache, whose
 /// latency the micro-tile's own loads do not hide.
 pub(in crate::kernels) const FLOAT_PREFETCH: usize = 16;
-/// Prefetch distances of Q8_0 weights, in bytes: first from memory into the second-level cache, then into
+/// Prefetch distances of quantized weights, in bytes: first from memory into the second-level cache, then into
 /// the first, which has too few line-fill buffers to hide the memory's latency alone.
-pub(in crate::kernels) const Q8_0_PREFETCH_L2: usize = 8192;
-pub(in crate::kernels) const Q8_0_PREFETCH_L1: usize = 1024;
+pub(in crate::kernels) const INT8_PREFETCH_L2: usize = 8192;
+pub(in crate::kernels) const INT8_PREFETCH_L1: usize = 1024;
 
 /// A kernel that works on row tiles of several sizes.
 pub trait RowTile {
@@ -49,13 +49,13 @@ pub trait QueryTile {
 
 /// The tiles of one kind of registers.
 pub trait Tiles {
-    /// The next row tile of a matmul with Q8_0 weights, from `row` on, where `left` rows are left: how many
+    /// The next row tile of a matmul with quantized weights, from `row` on, where `left` rows are left: how many
     /// it has.
     ///
     /// Weights are prefetched where the hardware does not look far enough ahead: not with one row on wide
     /// registers, where reading is all there is to do, and not with many, whose weights come from a cache.
-    fn q8_0(kernel: &impl RowTile, row: usize, left: usize) -> usize;
-    /// The next row tile of a matmul with float weights, as in [`Tiles::q8_0`].
+    fn int8(kernel: &impl RowTile, row: usize, left: usize) -> usize;
+    /// The next row tile of a matmul with float weights, as in [`Tiles::int8`].
     fn float(kernel: &impl RowTile, row: usize, left: usize) -> usize;
     /// The tile of the ceilings, whose `MR x NR` chains hide the latency of the instructions and fit in
     /// registers.
@@ -71,7 +71,7 @@ pub enum Sixteen256 {}
 
 impl Tiles for Sixteen256 {
     #[inline(always)]
-    fn q8_0(kernel: &impl RowTile, row: usize, left: usize) -> usize {
+    fn int8(kernel: &impl RowTile, row: usize, left: usize) -> usize {
         match left {
             4.. => kernel.row_tile::<4, 1, true>(row),
             2.. => kernel.row_tile::<2, 1, true>(row),
@@ -109,7 +109,7 @@ pub enum ThirtyTwo512 {}
 #[cfg(target_arch = "x86_64")]
 impl Tiles for ThirtyTwo512 {
     #[inline(always)]
-    fn q8_0(kernel: &impl RowTile, row: usize, left: usize) -> usize {
+    fn int8(kernel: &impl RowTile, row: usize, left: usize) -> usize {
         match left {
             8 => kernel.row_tile::<8, 1, true>(row),
             // 12 integer and 12 float accumulators; an activation that is broadcast serves two panels, so

@@ -15,6 +15,13 @@ pub enum Activations {
 }
 
 impl Activations {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Int8 => "int8",
+        }
+    }
+
     /// f32 words of a row of `k` activations.
     pub fn words(self, k: usize) -> usize {
         match self {

@@ -1,7 +1,7 @@
 //! Weights of linear layers as the kernels read them: 16 output rows interleaved, all in one arena.
 //!
-//! A format is a file here (layout, packing, which kernels) and a line where `weight.rs` lists them. Formats may
-//! differ from weight to weight, so what a matmul reads is asked of the weight: [`Linear::activations`].
+//! A format is a line where `weight.rs` lists them: floats are in `float.rs`, quant blocks of 32 in `quantized.rs`,
+//! each block format a file of the kernels. Formats may differ from weight to weight, so what a matmul reads is asked of the weight: [`Linear::activations`].
 
 mod activations;
 mod arena;
@@ -9,7 +9,7 @@ mod float;
 mod format;
 mod gated;
 mod pack;
-mod q8_0;
+mod quantized;
 mod weight;
 
 pub use activations::Activations;

@@ -4,10 +4,9 @@ use super::activations::Activations;
 use super::arena::{self, Arena};
 use super::float::Float;
 use super::format::{Format, Packed};
-use super::q8_0::Q8_0;
+use super::quantized::Quantized;
 use crate::error::{Error, Result};
-use crate::kernels::Destination;
-use crate::kernels::{Isa, LANES};
+use crate::kernels::{Destination, Isa, LANES, q8_0};
 use crate::threads::Threads;
 use half::bf16;
 use std::fmt;
@@ -19,17 +18,17 @@ use std::ops::Range;
 pub struct WeightDtype(pub(super) &'static dyn Format);
 
 impl WeightDtype {
-    pub const Q8_0: Self = Self(&Q8_0);
+    pub const Q8_0: Self = Self(&Quantized::<q8_0::Q8_0>(PhantomData));
     pub const BF16: Self = Self(&Float::<bf16>(PhantomData));
     pub const F32: Self = Self(&Float::<f32>(PhantomData));
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Q8_0, Self::BF16, Self::F32];
+    /// All of them, the default first.
+    pub const ALL: &[Self] = &[Self::Q8_0, Self::BF16, Self::F32];
 
     /// # Errors
     /// `Argument`, with all names.
     pub fn parse(name: &str) -> Result<Self> {
-        Self::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
-            let names = Self::ALL.map(Self::name);
+        Self::ALL.iter().copied().find(|dtype| dtype.name() == name).ok_or_else(|| {
+            let names: Vec<_> = Self::ALL.iter().map(|dtype| dtype.name()).collect();
             let (last, others) = (names[names.len() - 1], names[..names.len() - 1].join(", "));
             Error::argument(format!("dtype must be {others} or {last}, not {name:?}"))
         })

@@ -2,6 +2,7 @@
 //! exceptions, the GIL released around every heavy call.
 
 use crate::kernels::Isa;
+use crate::linear::WeightDtype;
 use crate::tensor::{BlockQ8_0, Tensor, TensorData};
 use crate::threads::Threads;
 use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1};
@@ -42,6 +43,12 @@ fn available_isas() -> Vec<&'static str> {
     Isa::available().iter().map(Isa::name).collect()
 }
 
+/// How weights can be kept, the default first.
+#[pyfunction]
+fn weight_dtypes() -> Vec<&'static str> {
+    WeightDtype::ALL.iter().map(|dtype| dtype.name()).collect()
+}
+
 /// As many threads as this process may use: affinity and control groups count.
 #[pyfunction]
 fn default_threads() -> usize {
@@ -53,5 +60,6 @@ mod _core {
     #[pymodule_export]
     use super::{
         Cache, CacheError, Model, ModelError, Pool, Sampler, available_isas, default_threads, quantize_q8_0,
+        weight_dtypes,
     };
 }

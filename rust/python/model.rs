@@ -142,10 +142,16 @@ impl Model {
         self.0.backend().threads.count()
     }
 
-    /// How weights are kept: ``q8_0``, ``bf16`` or ``f32``.
+    /// How weights are kept, one of ``weight_dtypes()``.
     #[getter]
     fn dtype(&self) -> &'static str {
         self.0.weights().dtype().name()
+    }
+
+    /// What their matmuls multiply them with: ``int8`` or ``f32``.
+    #[getter]
+    fn activations(&self) -> &'static str {
+        self.0.weights().dtype().activations().name()
     }
 
     /// Bytes of the packed weights: what a decode step reads.

@@ -16,8 +16,8 @@ import pytest
 from conftest import DEMO, GOLDEN
 
 from qwen_rs import LLM, Model, SamplingParams, available_isas
+from qwen_rs.engine.options import DTYPES
 
-DTYPES = ["f32", "bf16", "q8_0"]
 PROMPT_LENGTH = 280  # longer than an attention chunk
 
 

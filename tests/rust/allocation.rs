@@ -50,7 +50,7 @@ fn warm_decode_steps_allocate_nothing() {
 }
 
 fn a_warm_decode_step_allocates_nothing_within_the_headroom() {
-    for dtype in DTYPES {
+    for &dtype in DTYPES {
         for kv in KV_DTYPES {
             let model = model(dtype);
             let mut cache = model.basic_cache(kv);

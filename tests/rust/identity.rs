@@ -26,7 +26,7 @@ struct Oracle {
 static ORACLES: LazyLock<Vec<Oracle>> = LazyLock::new(|| {
     let mut oracles = Vec::new();
     for name in &*CHECKPOINTS {
-        for dtype in DTYPES {
+        for &dtype in DTYPES {
             let model = scalar(name, dtype);
             let tokens = tokens(&model, LENGTH, 1);
             for kv in KV_DTYPES {
@@ -106,7 +106,7 @@ fn every_cache_and_every_split_of_the_prompt() {
 #[test]
 fn batches_of_sequences_of_different_lengths() {
     for name in &*CHECKPOINTS {
-        for dtype in DTYPES {
+        for &dtype in DTYPES {
             for isa in Isa::available() {
                 let model = simd(name, dtype, isa, 2);
                 if isa.name() == "portable" {

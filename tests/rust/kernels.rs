@@ -4,19 +4,19 @@
 use half::{bf16, f16};
 use proptest::prelude::*;
 use qwen_rs::kernels::attention::{AttentionRow, CHUNK, KvHead, KvRun, MergeChunks, partial_len};
-use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
+use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_int8};
 use qwen_rs::kernels::matmul_float::{ROW_PADDING, matmul_float};
-use qwen_rs::kernels::matmul_q8_0::matmul_q8_0;
+use qwen_rs::kernels::matmul_int8::{QuantFormat, matmul_int8};
 use qwen_rs::kernels::norm::RmsNorm;
 use qwen_rs::kernels::peak::{f32_rate, int8_rate};
-use qwen_rs::kernels::quantize::{
-    QUANT_BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
-};
+use qwen_rs::kernels::q8_0::Q8_0;
+use qwen_rs::kernels::quantize::{QUANT_BLOCK, QuantizeActivations, QuantizeNormed, quantized_words};
 use qwen_rs::kernels::rope::{NormRope, Rope};
 use qwen_rs::kernels::softmax::ExpSum;
 use qwen_rs::kernels::swiglu::SwiGlu;
 use qwen_rs::kernels::{Destination, Element, Isa, LANES};
 use qwen_rs::threads::Threads;
+use std::marker::PhantomData;
 
 /// Numbers of many magnitudes, the same everywhere.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
@@ -215,15 +215,16 @@ fn check_float<T: Element>(m: usize, n: usize, k: usize, w: &[T], zero: T) {
     });
 }
 
-/// Weights `[n, k]` in Q8_0, plain and packed.
-struct WeightsQ8_0 {
+/// Quantized weights `[n, k]`, plain and packed.
+struct Quantized<Q> {
     quants: Vec<i8>,         // [n][blocks * 32]
     scales: Vec<f16>,        // [n][blocks]
-    packed: Vec<u8>,         // [ceil(n / 16)][blocks][8][16][4]
+    packed: Vec<u8>,         // [ceil(n / 16)][blocks][PANEL_BLOCK_BYTES]
     packed_scales: Vec<f16>, // [ceil(n / 16)][blocks][16]
+    format: PhantomData<Q>,
 }
 
-impl WeightsQ8_0 {
+impl<Q: QuantFormat> Quantized<Q> {
     fn new(n: usize, k: usize, seed: u64) -> Self {
         let blocks = k.div_ceil(QUANT_BLOCK);
         let padded = blocks * QUANT_BLOCK;
@@ -231,21 +232,28 @@ impl WeightsQ8_0 {
         for row in w.chunks_mut(padded) {
             row[k..].fill(0.0);
         }
-        let (mut quants, mut scales) = (vec![0i8; n * padded], vec![f16::ZERO; n * blocks]);
-        Isa::PORTABLE.run(QuantizeWeights { x: &w, quants: &mut quants, scales: &mut scales });
         let groups = n.div_ceil(LANES);
-        let mut packed = vec![128u8; groups * padded * LANES];
+        let (mut quants, mut scales) =
+            (vec![0i8; groups * LANES * padded], vec![f16::ZERO; groups * LANES * blocks]);
+        Q::quantize(Isa::PORTABLE, &w, &mut quants[..n * padded], &mut scales[..n * blocks]);
+        let mut packed = vec![0; groups * blocks * Q::PANEL_BLOCK_BYTES];
         let mut packed_scales = vec![f16::ZERO; groups * blocks * LANES];
-        for row in 0..n {
-            for i in 0..padded {
-                let quad = (row / LANES * padded + i / 4 * 4) * LANES;
-                packed[quad + row % LANES * 4 + i % 4] = (i16::from(quants[row * padded + i]) + 128) as u8;
+        for (i, panel) in packed.chunks_mut(blocks * Q::PANEL_BLOCK_BYTES).enumerate() {
+            let quants = &quants[i * LANES * padded..(i + 1) * LANES * padded];
+            Q::interleave(Isa::PORTABLE, quants, panel);
+            for (row, quants) in quants.chunks(padded).enumerate() {
+                for (k, &quant) in quants.iter().enumerate() {
+                    let block = &panel[k / QUANT_BLOCK * Q::PANEL_BLOCK_BYTES..];
+                    assert_eq!(Q::quant(block, row, k % QUANT_BLOCK), quant);
+                }
             }
+        }
+        for row in 0..n {
             for b in 0..blocks {
                 packed_scales[(row / LANES * blocks + b) * LANES + row % LANES] = scales[row * blocks + b];
             }
         }
-        Self { quants, scales, packed, packed_scales }
+        Self { quants, scales, packed, packed_scales, format: PhantomData }
     }
 
     fn packed(&self) -> (&[u8], &[f16]) {
@@ -271,21 +279,21 @@ impl WeightsQ8_0 {
     }
 }
 
-fn check_q8_0(m: usize, n: usize, k: usize) {
-    let what = format!("q8_0 {m} x {n} x {k}");
+fn check_int8<Q: QuantFormat>(m: usize, n: usize, k: usize) {
+    let what = format!("{} {m} x {n} x {k}", Q::NAME);
     let (blocks, x) = (k.div_ceil(QUANT_BLOCK), numbers(m * k, 6));
     let activations = same_everywhere("quantize", |isa| x.chunks(k).flat_map(|x| quantize(isa, x)).collect());
-    let weights = WeightsQ8_0::new(n, k, 7);
+    let weights = Quantized::<Q>::new(n, k, 7);
     let product = weights.law((m, n, blocks), &activations);
     check_product(&product, &what, |isa, threads, out| {
-        matmul_q8_0(isa, threads, &activations, weights.packed(), (blocks, n), out);
+        matmul_int8::<Q>(isa, threads, &activations, weights.packed(), (blocks, n), out);
     });
-    let up = WeightsQ8_0::new(n, k, 11);
+    let up = Quantized::<Q>::new(n, k, 11);
     let gated = swiglu(product, &up.law((m, n, blocks), &activations));
     let expected: Vec<f32> = gated.chunks(n).flat_map(|row| quantize(Isa::PORTABLE, row)).collect();
     let pair = [weights.packed(), up.packed()];
     check_gated((m, expected.len() / m), &expected, &what, |isa, threads, scratch, out| {
-        gated_q8_0(isa, threads, &activations, pair, (blocks, n), scratch, out);
+        gated_int8::<Q>(isa, threads, &activations, pair, (blocks, n), scratch, out);
     });
 }
 
@@ -294,7 +302,7 @@ fn matmul_at_every_number_of_rows() {
     for m in (1..30).chain([255, 256, 257, 300]) {
         let (n, k) = (37, 70);
         check_float(m, n, k, &numbers(n * k, 8), 0.0);
-        check_q8_0(m, n, k);
+        check_int8::<Q8_0>(m, n, k);
     }
 }
 
@@ -303,13 +311,13 @@ fn matmul_at_every_remainder_of_columns_and_depth() {
     for n in 1..=LANES + 1 {
         for k in 1..=QUANT_BLOCK + 1 {
             check_float(2, n, k, &numbers(n * k, 8), 0.0);
-            check_q8_0(2, n, k);
+            check_int8::<Q8_0>(2, n, k);
         }
     }
     for k in (QUANT_BLOCK..=3 * QUANT_BLOCK).step_by(7) {
         for n in (LANES..=5 * LANES).step_by(5) {
             check_float(13, n, k, &numbers(n * k, 8), 0.0);
-            check_q8_0(13, n, k);
+            check_int8::<Q8_0>(13, n, k);
         }
     }
 }
@@ -323,7 +331,7 @@ proptest! {
         check_float(m, n, k, &w, 0.0);
         let halves: Vec<bf16> = w.iter().map(|&x| bf16::from_f32(x)).collect();
         check_float(m, n, k, &halves, bf16::ZERO);
-        check_q8_0(m, n, k);
+        check_int8::<Q8_0>(m, n, k);
     }
 
     #[test]

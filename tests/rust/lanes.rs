@@ -10,11 +10,12 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use qwen_rs::kernels::attention::{AttentionRow, KvHead, KvRun, LentHead, MergeChunks, partial_len};
 use qwen_rs::kernels::finite::AllFinite;
-use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
+use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_int8};
 use qwen_rs::kernels::matmul_float::{ROW_PADDING, matmul_float};
-use qwen_rs::kernels::matmul_q8_0::{InterleaveRows, matmul_q8_0};
+use qwen_rs::kernels::matmul_int8::{interleave_scales, matmul_int8};
 use qwen_rs::kernels::norm::RmsNorm;
 use qwen_rs::kernels::prefill_attention::{PrefillQueries, attention_prefill, prefill_scratch_words};
+use qwen_rs::kernels::q8_0::{InterleaveRows, Q8_0};
 use qwen_rs::kernels::quantize::{
     QUANT_BLOCK, QuantizeActivations, QuantizeNormed, QuantizeWeights, quantized_words,
 };
@@ -340,8 +341,8 @@ proptest! {
     fn interleaved_rows(quants in vec(any::<i8>(), LANES * QUANT_BLOCK * 3), scales in halves(LANES * 3)) {
         same_everywhere("interleave", |isa| {
             let (mut out, mut out_scales) = (vec![0u8; quants.len()], vec![f16::ZERO; scales.len()]);
-            let (quants, scales) = (&quants, &scales);
-            isa.run(InterleaveRows { quants, scales, out: &mut out, out_scales: &mut out_scales });
+            isa.run(InterleaveRows { quants: &quants, out: &mut out });
+            interleave_scales(&scales, &mut out_scales);
             (out, out_scales.iter().map(|d| d.to_bits()).collect::<Vec<_>>())
         });
     }
@@ -385,9 +386,9 @@ proptest! {
         let product = same_everywhere("q8_0 product", |isa| {
             let activations: Vec<f32> = x.iter().flat_map(|x| quantize(isa, x)).collect();
             let mut out = vec![0.0; x.len() * n];
-            matmul_q8_0(isa, &threads, &activations, weights, (blocks, n), Destination::Overwrite(&mut out));
+            matmul_int8::<Q8_0>(isa, &threads, &activations, weights, (blocks, n), Destination::Overwrite(&mut out));
             let (mut scratch, mut gated) = (vec![0.0; GATED_WORDS], vec![0.0; x.len() * quantized_words(1)]);
-            gated_q8_0(isa, &threads, &activations, [weights; 2], (blocks, n), &mut scratch, &mut gated);
+            gated_int8::<Q8_0>(isa, &threads, &activations, [weights; 2], (blocks, n), &mut scratch, &mut gated);
             let gated: Vec<_> = gated.chunks(quantized_words(1)).flat_map(quantized).collect();
             (bits(&out), gated)
         });

@@ -15,10 +15,10 @@ use qwen_rs::backend::Backend;
 use qwen_rs::cache::{BlockPool, KvCache, PagedKvCache};
 use qwen_rs::kernels::Destination;
 use qwen_rs::kernels::Isa;
-use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_q8_0};
+use qwen_rs::kernels::gated::{GATED_WORDS, gated_float, gated_int8};
 use qwen_rs::kernels::matmul_float::{ROW_PADDING, matmul_float};
-use qwen_rs::kernels::matmul_q8_0::PANEL_BLOCK_BYTES;
-use qwen_rs::kernels::matmul_q8_0::matmul_q8_0;
+use qwen_rs::kernels::matmul_int8::{QuantFormat, matmul_int8};
+use qwen_rs::kernels::q8_0::Q8_0;
 use qwen_rs::kernels::quantize::{QuantizeActivations, quantized_words};
 use qwen_rs::linear::WeightDtype;
 use qwen_rs::model::{Config, Logits, Model, Sequence, Weights, random_weights};
@@ -42,11 +42,8 @@ fn model(head_dim: usize, dtype: WeightDtype, threads: usize) -> Model {
 
 #[test]
 fn a_model_of_every_dtype_on_every_cache() {
-    for (dtype, kv) in [
-        (WeightDtype::F32, KvDtype::F32),
-        (WeightDtype::BF16, KvDtype::F16),
-        (WeightDtype::Q8_0, KvDtype::F16),
-    ] {
+    for &dtype in WeightDtype::ALL {
+        let kv = if dtype == WeightDtype::F32 { KvDtype::F32 } else { KvDtype::F16 };
         let model = model(6, dtype, 1);
         let mut expected = None;
         let pool = BlockPool::new(model.config().kv_shape(), kv, 2, 9).unwrap();
@@ -116,9 +113,9 @@ fn matmul_at_odd_sizes() {
             Isa::PORTABLE.run(QuantizeActivations { x: &x[..k], out: row });
         }
         let groups = n.div_ceil(16) * blocks;
-        let (quants, scales) = (vec![129; groups * PANEL_BLOCK_BYTES], vec![f16::ONE; groups * 16]);
+        let (quants, scales) = (vec![129; groups * Q8_0::PANEL_BLOCK_BYTES], vec![f16::ONE; groups * 16]);
         let weights = (&quants[..], &scales[..]);
-        matmul_q8_0(
+        matmul_int8::<Q8_0>(
             Isa::PORTABLE,
             &threads,
             &quantized,
@@ -129,7 +126,7 @@ fn matmul_at_odd_sizes() {
         assert!(out.iter().all(|&y| (y - k as f32).abs() < 1e-3));
         let mut gated = vec![f32::NAN; m * quantized_words(n.div_ceil(32))];
         let pair = [weights, weights];
-        gated_q8_0(Isa::PORTABLE, &threads, &quantized, pair, (blocks, n), &mut scratch, &mut gated);
+        gated_int8::<Q8_0>(Isa::PORTABLE, &threads, &quantized, pair, (blocks, n), &mut scratch, &mut gated);
         assert!(gated.iter().all(|y| y.to_bits() != f32::NAN.to_bits()));
     }
 }

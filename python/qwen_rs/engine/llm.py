@@ -35,7 +35,7 @@ class LLM:
 
     Args:
         model: ``"demo"`` (the bundled model), a checkpoint directory, or a hub id.
-        dtype: how weights are kept: ``q8_0``, ``bf16`` or ``f32``.
+        dtype: how weights are kept, one of ``options.DTYPES``.
         kv: the KV cache: ``basic`` (zero-copy), ``paged`` (prompts that begin alike share storage) or
             ``concat`` (the copying baseline).
         kv_dtype: what the cache stores: ``f32`` or ``f16``.

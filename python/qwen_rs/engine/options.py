@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-DTYPES = ("q8_0", "bf16", "f32")
+from .._core import weight_dtypes
+
+DTYPES = tuple(weight_dtypes())
 """How weights are kept."""
 KV = ("basic", "paged", "concat")
 """KV caches."""

@@ -6,7 +6,7 @@
 //! of a layer, nor their combination as f32 go to memory.
 
 use super::matmul_float::MatmulFloat;
-use super::matmul_q8_0::{MatmulQ8_0, PANEL_BLOCK_BYTES};
+use super::matmul_int8::{MatmulInt8, QuantFormat};
 use super::quantize::{QUANT_BLOCK, QuantizedRow, quantize_blocks, quantized_words};
 use super::swiglu::SwiGlu;
 use crate::kernels::Isa;
@@ -15,6 +15,7 @@ use crate::kernels::split::{OutputTiles, Split, Tile};
 use crate::kernels::tiles::{ROW_PADDING, STRIP_PANELS, STRIP_ROWS};
 use crate::threads::{Disjoint, Threads};
 use half::f16;
+use std::marker::PhantomData;
 
 /// f32 words of scratch for each worker: the two products of a strip.
 pub const GATED_WORDS: usize = 2 * STRIP_ROWS * STRIP_PANELS * LANES;
@@ -52,8 +53,9 @@ fn for_each_strip(
     });
 }
 
-/// With Q8_0 weights `[n, 32 blocks]`, packed as [`matmul_q8_0`](super::matmul_q8_0::matmul_q8_0) takes them.
-pub fn gated_q8_0(
+/// With quantized weights `[n, 32 blocks]`, packed as [`matmul_int8`](super::matmul_int8::matmul_int8) takes
+/// them.
+pub fn gated_int8<Q: QuantFormat>(
     isa: Isa,
     threads: &Threads,
     x: &[f32], // [m, quantized_words(blocks)]
@@ -67,18 +69,18 @@ pub fn gated_q8_0(
     assert!(out.len() == m * words && x.len() == m * quantized_words(blocks));
     for (quants, scales) in [gate, up] {
         assert!(
-            quants.len() == panels * blocks * PANEL_BLOCK_BYTES && scales.len() == panels * blocks * LANES
+            quants.len() == panels * blocks * Q::PANEL_BLOCK_BYTES && scales.len() == panels * blocks * LANES
         );
     }
     let out = Disjoint::new(out);
     for_each_strip(
         threads,
         (m, n),
-        blocks * PANEL_BLOCK_BYTES,
+        blocks * Q::PANEL_BLOCK_BYTES,
         scratch,
         |which, out, tile| {
             let (quants, scales) = [gate, up][which];
-            isa.run(MatmulQ8_0 { x, quants, scales, blocks, out, tile });
+            isa.run(MatmulInt8::<Q> { x, quants, scales, blocks, out, tile, format: PhantomData });
         },
         |tile, width, gate, up| {
             isa.run(SwiGlu { gate, up });

@@ -20,7 +20,7 @@ pub static CHECKPOINTS: LazyLock<Vec<String>> = LazyLock::new(|| {
     names.sort();
     names
 });
-pub const DTYPES: [WeightDtype; 3] = [WeightDtype::F32, WeightDtype::BF16, WeightDtype::Q8_0];
+pub const DTYPES: &[WeightDtype] = WeightDtype::ALL;
 pub const KV_DTYPES: [KvDtype; 2] = [KvDtype::F32, KvDtype::F16];
 
 pub fn golden(name: &str) -> PathBuf {
