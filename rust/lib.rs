@@ -11,6 +11,7 @@
 //! - [`cache`]: the zero-copy KV cache, the paged one, and the copying baseline
 //! - [`model`]: config, weights, and the forward pass over any mixture of prompts and decode steps
 //! - [`sampler`]: logits to a token
+//! - [`engine`]: many sequences at once: who runs, what each brings to a pass, and the step
 //!
 //! Two promises hold everywhere: the KV cache grows in place and is read by borrowing, and every
 //! float result has one written order of operations, so that logits are the same bits on every
@@ -18,6 +19,7 @@
 
 pub mod backend;
 pub mod cache;
+pub mod engine;
 pub mod error;
 pub mod kernels;
 pub mod linear;

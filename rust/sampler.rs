@@ -80,8 +80,11 @@ pub struct Sampler {
     seen: Vec<(u32, u32)>,
     /// `(logit, then probability, token)` of the tokens that are left; kept to allocate once.
     candidates: Vec<(f32, u32)>,
-    penalized: Vec<f32>,
+    /// Logits after biases, penalties and constraints.
+    adjusted: Vec<f32>,
     weights: Vec<f32>,
+    /// `(token, what is added to its logit)`
+    bias: Vec<(u32, f32)>,
 }
 
 impl Sampler {
@@ -100,9 +103,15 @@ impl Sampler {
             rng: ChaCha8Rng::seed_from_u64(config.seed),
             seen,
             candidates: Vec::new(),
-            penalized: Vec::new(),
+            adjusted: Vec::new(),
             weights: Vec::new(),
+            bias: Vec::new(),
         })
+    }
+
+    /// Adds to the logits of tokens, before everything else.
+    pub fn with_bias(self, bias: Vec<(u32, f32)>) -> Self {
+        Self { bias, ..self }
     }
 
     /// Chooses the next token from `[vocab_size]` logits and remembers it.
@@ -110,6 +119,14 @@ impl Sampler {
     /// # Errors
     /// `Argument` if there are no logits.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
+        self.sample_allowed(logits, None)
+    }
+
+    /// [`Sampler::sample`], of the tokens whose bits are set alone: bit `t mod 32` of word `t / 32`.
+    ///
+    /// # Errors
+    /// `Argument` if there are no logits, or no token is allowed.
+    pub fn sample_allowed(&mut self, logits: &[f32], allowed: Option<&[u32]>) -> Result<u32> {
         if logits.is_empty() {
             return Err(Error::argument("there are no logits to sample from"));
         }
@@ -117,14 +134,22 @@ impl Sampler {
         let penalties = config.repetition_penalty != 1.0
             || config.presence_penalty != 0.0
             || config.frequency_penalty != 0.0;
-        let token = if penalties {
-            let mut penalized = std::mem::take(&mut self.penalized);
-            penalized.clear();
-            penalized.extend_from_slice(logits);
-            self.penalize(&mut penalized);
-            let token = self.choose(&penalized);
-            self.penalized = penalized;
-            token
+        let token = if penalties || !self.bias.is_empty() || allowed.is_some() {
+            let mut adjusted = std::mem::take(&mut self.adjusted);
+            adjusted.clear();
+            adjusted.extend_from_slice(logits);
+            for &(token, bias) in &self.bias {
+                if let Some(logit) = adjusted.get_mut(token as usize) {
+                    *logit += bias;
+                }
+            }
+            if penalties {
+                self.penalize(&mut adjusted);
+            }
+            let left = allowed.map_or(true, |allowed| forbid_others(&mut adjusted, allowed));
+            let token = left.then(|| self.choose(&adjusted));
+            self.adjusted = adjusted;
+            token.ok_or_else(|| Error::argument("the constraint allows no token"))?
         } else {
             self.choose(logits)
         };
@@ -246,6 +271,41 @@ fn keep_likeliest(candidates: &mut [(f32, u32)], mass: f64, min_p: f32) -> &[(f3
             None => sorted *= 8,
         }
     }
+}
+
+/// Logits of tokens whose bits are not set become -infinity; whether any is left.
+fn forbid_others(logits: &mut [f32], allowed: &[u32]) -> bool {
+    let mut left = false;
+    for (token, logit) in logits.iter_mut().enumerate() {
+        if allowed.get(token / 32).is_some_and(|word| word >> (token % 32) & 1 == 1) {
+            left = true;
+        } else {
+            *logit = f32::NEG_INFINITY;
+        }
+    }
+    left
+}
+
+/// Natural log probabilities of `token` and of the `count` likeliest, likeliest first; of equals the lower
+/// token. They are of the logits themselves: no temperature, no filter, no penalty.
+pub fn log_probabilities(logits: &[f32], token: u32, count: usize) -> Vec<(u32, f64)> {
+    let largest = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    // One order of summation, and one `exp`, on every machine.
+    let sum: f64 = logits.iter().map(|&logit| libm::exp(f64::from(logit) - largest)).sum();
+    let log_sum = libm::log(sum);
+    let mut likeliest: Vec<_> = logits.iter().zip(0u32..).map(|(&logit, token)| (logit, token)).collect();
+    let count = count.min(likeliest.len());
+    if count > 0 && count < likeliest.len() {
+        likeliest.select_nth_unstable_by(count - 1, likeliest_first);
+    }
+    likeliest.truncate(count);
+    if !likeliest.iter().any(|&(_, known)| known == token)
+        && let Some(&logit) = logits.get(token as usize)
+    {
+        likeliest.push((logit, token));
+    }
+    likeliest.sort_unstable_by(likeliest_first);
+    likeliest.into_iter().map(|(logit, token)| (token, f64::from(logit) - largest - log_sum)).collect()
 }
 
 /// The token with the largest logit; of equals, the first.

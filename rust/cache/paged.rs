@@ -39,7 +39,7 @@ enum BlockData {
 }
 
 /// A block in use; its buffer goes back to the pool when the last sequence lets go of it.
-struct Block {
+pub(super) struct Block {
     data: BlockData,
     pool: Arc<BlockPool>,
 }
@@ -176,22 +176,46 @@ impl PagedKvCache {
         Self { pool, table: Vec::new(), rows, replaced: None }
     }
 
+    /// A sequence whose first rows are in blocks that others hold too.
+    pub(super) fn starting_with(pool: Arc<BlockPool>, table: Vec<Arc<Block>>, rows: usize) -> Self {
+        let rows = vec![rows; pool.shape.num_layers];
+        Self { pool, table, rows, replaced: None }
+    }
+
     pub fn pool(&self) -> &Arc<BlockPool> {
         &self.pool
+    }
+
+    pub(super) fn blocks_mut(&mut self) -> impl Iterator<Item = &mut Arc<Block>> {
+        self.table.iter_mut()
+    }
+
+    /// Blocks that `reserve(rows)` would take from the pool.
+    pub fn blocks_needed(&mut self, rows: usize) -> usize {
+        self.needed(self.seq_len(), rows).iter().sum()
+    }
+
+    /// New blocks, and copies of shared ones (at most 1), for `rows` rows after the first `held`.
+    fn needed(&mut self, held: usize, rows: usize) -> [usize; 2] {
+        let block_rows = self.pool.block_rows;
+        let missing = held.saturating_add(rows).div_ceil(block_rows).saturating_sub(self.table.len());
+        let first = held / block_rows;
+        let shared = rows > 0 && self.table.get_mut(first).is_some_and(|block| Arc::get_mut(block).is_none());
+        [missing, usize::from(shared)]
     }
 
     /// Blocks for `rows` rows after the first `held`, of which the first may be in a block that other
     /// sequences hold too: it is copied.
     fn claim(&mut self, held: usize, rows: usize) -> Result<()> {
-        let block_rows = self.pool.block_rows;
-        let missing = held.saturating_add(rows).div_ceil(block_rows).saturating_sub(self.table.len());
-        let first = held / block_rows;
-        let shared = rows > 0 && self.table.get_mut(first).is_some_and(|block| Arc::get_mut(block).is_none());
-        if missing + usize::from(shared) == 0 {
+        let [missing, copies] = self.needed(held, rows);
+        if missing + copies == 0 {
             return Ok(());
         }
-        self.pool.take(missing + usize::from(shared), &mut self.table)?;
-        if shared && let Some(mut copy) = self.table.pop() {
+        let first = held / self.pool.block_rows;
+        self.pool.take(missing + copies, &mut self.table)?;
+        if copies > 0
+            && let Some(mut copy) = self.table.pop()
+        {
             if let Some(block) = Arc::get_mut(&mut copy) {
                 block.copy_from(&self.table[first]);
             }
