@@ -146,7 +146,7 @@ impl Sampler {
             if penalties {
                 self.penalize(&mut adjusted);
             }
-            let left = allowed.map_or(true, |allowed| forbid_others(&mut adjusted, allowed));
+            let left = allowed.is_none_or(|allowed| forbid_others(&mut adjusted, allowed));
             let token = left.then(|| self.choose(&adjusted));
             self.adjusted = adjusted;
             token.ok_or_else(|| Error::argument("the constraint allows no token"))?

@@ -10,10 +10,12 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 mod calls;
+mod engine;
 mod model;
 mod sequence;
 
 use calls::{CacheError, ModelError};
+use engine::{Engine, Event};
 use model::Model;
 use sequence::{Cache, Pool, Sampler};
 
@@ -59,7 +61,7 @@ fn default_threads() -> usize {
 mod _core {
     #[pymodule_export]
     use super::{
-        Cache, CacheError, Model, ModelError, Pool, Sampler, available_isas, default_threads, quantize_q8_0,
-        weight_dtypes,
+        Cache, CacheError, Engine, Event, Model, ModelError, Pool, Sampler, available_isas, default_threads,
+        quantize_q8_0, weight_dtypes,
     };
 }

@@ -16,7 +16,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 fn new_backend(name: &str, threads: Option<usize>) -> PyResult<Backend> {
@@ -34,7 +34,7 @@ fn new_backend(name: &str, threads: Option<usize>) -> PyResult<Backend> {
 ///
 /// Shared by threads, calls take turns. It cannot be pickled.
 #[pyclass(frozen, module = "qwen_rs._core")]
-pub struct Model(model::Model);
+pub struct Model(pub(super) Arc<model::Model>);
 
 #[pymethods]
 impl Model {
@@ -74,7 +74,7 @@ impl Model {
             };
             let (isa, threads) = (backend.isa, &backend.threads);
             let weights = Weights::load(&config, &checkpoint, &|_| dtype, isa, threads, &going_on)?;
-            Ok(Self(model::Model::new(config, weights, backend)))
+            Ok(Self(Arc::new(model::Model::new(config, weights, backend))))
         });
         loaded.map_err(|error| lock(&raised).take().unwrap_or(error))
     }
@@ -98,7 +98,7 @@ impl Model {
             let (isa, threads) = (backend.isa, &backend.threads);
             let going_on = |_| !signals.pending();
             let weights = Weights::load(&config, &source, &|_| dtype, isa, threads, &going_on)?;
-            Ok(Self(model::Model::new(config, weights, backend)))
+            Ok(Self(Arc::new(model::Model::new(config, weights, backend))))
         })
     }
 
