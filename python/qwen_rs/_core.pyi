@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 __all__ = [
     "Cache",
     "CacheError",
+    "Engine",
+    "Event",
     "Model",
     "ModelError",
     "Pool",
@@ -120,3 +122,64 @@ def weight_dtypes() -> list[str]: ...
 def quantize_q8_0(values: NDArray[np.float32]) -> NDArray[np.uint8]: ...
 def available_isas() -> list[str]: ...
 def default_threads() -> int: ...
+
+@final
+class Event:
+    @property
+    def id(self) -> int: ...
+    @property
+    def token(self) -> int | None: ...
+    @property
+    def logprobs(self) -> list[tuple[int, float]]: ...
+    @property
+    def milliseconds(self) -> float: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def kv_bytes(self) -> int: ...
+    @property
+    def last(self) -> bool: ...
+    @property
+    def prompt_logprobs(self) -> list[list[tuple[int, float]]] | None: ...
+    @property
+    def error(self) -> BaseException | None: ...
+
+@final
+class Engine:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        kv: str = "basic",
+        kv_dtype: str = "f32",
+        num_blocks: int = 1,
+        block_rows: int = 64,
+        max_num_seqs: int = 16,
+        step_goal_ms: float | None = None,
+    ) -> None: ...
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        seed: int = 0,
+        logit_bias: Sequence[tuple[int, float]] = ...,
+        end_ids: Sequence[int] = ...,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        salt: str = ...,
+        priority: int = 0,
+        constrained: bool = False,
+    ) -> int: ...
+    def cancel(self, id: int) -> None: ...
+    def allow(self, id: int, tokens: bytes) -> None: ...
+    def wake(self) -> None: ...
+    def step(self, wait: float = 0.0) -> list[Event]: ...
+    def counters(self) -> dict[str, Any]: ...

@@ -196,7 +196,8 @@ def test_none_is_the_default_of_every_setting(demo: LLM) -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_a_setting_cannot_be_is_said_when_it_is_made(name: str) -> None:
-    wrong: list[object] = ["", "x", b"x", {}, object(), [1.5], 1j, np.array([1.0, 2.0])]
+    wrong: list[object] = ["", "x", b"x", object(), [1.5], 1j, np.array([1.0, 2.0])]
+    wrong += [{1: 101}, {1: "x"}, {-1: 1}, {1.5: 1}, {1: float("nan")}] if name == "logit_bias" else [{}]
     if name not in ("stop", "ignore_eos"):
         wrong += [True, np.bool_(False)]
     if name in WHOLES:

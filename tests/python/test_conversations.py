@@ -14,7 +14,7 @@ import pytest
 from conftest import DEMO, GOLDEN
 
 from qwen_rs import LLM, ChatOutput, SamplingParams
-from qwen_rs.engine import generation
+from qwen_rs.engine.generation import Generation
 
 FREE = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 SAMPLED = {"max_tokens": 16, "temperature": 1.0, "ignore_eos": True}
@@ -60,8 +60,8 @@ def test_a_list_of_conversations_is_a_list_of_answers(
     ]
     conversations.append(asking("Why?"))
     together: list[int] = []
-    run = generation.generate
-    monkeypatch.setattr(generation, "generate", lambda m, s: [together.append(len(s)), run(m, s)][1])
+    run = Generation.finish
+    monkeypatch.setattr(Generation, "finish", lambda own, s: [together.append(len(s)), run(own, s)][1])
     for params in (SamplingParams(**FREE), SamplingParams(**SAMPLED, seed=5)):
         for thinking in (None, False):
             together.clear()

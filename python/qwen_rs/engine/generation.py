@@ -1,58 +1,138 @@
-"""The generation loop."""
+"""The generation loop: one for all sequences of an ``LLM``, whoever waits for them."""
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Iterator, Sequence
+import os
+import threading
+from collections.abc import Iterator
 
-from .._core import Cache, Model
-from .options import BLOCK_ROWS
+from .._core import Engine, Event
+from .outputs import Piece
 from .sequence import SequenceState
 
 
-def generate(model: Model, sequences: Sequence[SequenceState]) -> Iterator[tuple[SequenceState, str]]:
-    """Runs sequences to their ends: prefills one after the other, then decodes them together.
+class Generation:
+    """Runs the engine's steps for whoever waits.
 
-    Yields:
-        ``(sequence, text)`` for each token of each: the text that the token sets free.
+    No thread of its own: of the callers that wait for tokens one leads, which is to say it runs steps and
+    deals out what comes of them, until it has something for itself; then another one that waits leads on.
+    So a single caller hands nothing over, Ctrl-C interrupts the step that it ran, and nothing runs while
+    nobody waits.
     """
-    for sequence in sequences:
-        started = time.perf_counter()
-        logits = model.prefill(sequence.cache, sequence.prompt_ids[sequence.cached_tokens :])
-        yield sequence, sequence.take(logits[0], 1000 * (time.perf_counter() - started))
-    while active := [s for s in sequences if s.finish_reason is None]:
-        started = time.perf_counter()
-        logits = model.decode_batch([s.cache for s in active], [s.token_ids[-1] for s in active])
-        milliseconds = 1000 * (time.perf_counter() - started)
-        for sequence, row in zip(active, logits, strict=True):
-            yield sequence, sequence.take(row, milliseconds)
 
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.process = os.getpid()
+        self._sequences: dict[int, SequenceState] = {}
+        self._turn = threading.Condition()
+        self._leader: int | None = None
 
-def caches(
-    model: Model, kv: str, kv_dtype: str, prompts: Sequence[Sequence[int]], max_context: int
-) -> tuple[list[Cache], int]:
-    """An empty cache for each prompt, or in a paged one their common beginning, stored once.
+    @property
+    def leads(self) -> bool:
+        """Whether this thread is inside a step: a signal handler finds it so."""
+        return self._leader == threading.get_ident()
 
-    Returns:
-        ``(caches, tokens that all of them hold already)``.
-    """
-    if kv != "paged":
-        return [model.new_cache(kv, kv_dtype=kv_dtype) for _ in prompts], 0
-    # Room for all contexts at their longest, and a block each for copies on write; blocks take
-    # memory when they are used.
-    blocks = len(prompts) * (-(-max_context // BLOCK_ROWS) + 1)
-    pool = model.new_pool(blocks, block_rows=BLOCK_ROWS, kv_dtype=kv_dtype)
-    # The last token of a prompt is always run: its logits are needed.
-    shared = min(_common(prompts), min(map(len, prompts)) - 1) if len(prompts) > 1 else 0
-    if shared == 0:
-        return [pool.new_cache() for _ in prompts], 0
-    first = pool.new_cache()
-    model.prefill(first, prompts[0][:shared])
-    return [first.fork() for _ in prompts], shared
+    def submit(self, sequence: SequenceState) -> None:
+        """Puts a sequence into the queue.
 
+        Raises:
+            CacheError: it could never fit.
+        """
+        with self._turn:  # no event comes before the sequence is known
+            sequence.id = self.engine.submit(sequence.prompt_ids, **sequence.settings())
+            self._sequences[sequence.id] = sequence
+        self._allow(sequence)
 
-def _common(prompts: Sequence[Sequence[int]]) -> int:
-    """How many first tokens all prompts have in common."""
-    columns = zip(*prompts, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    def cancel(self, sequence: SequenceState) -> None:
+        """Lets go of a sequence, if it has not ended."""
+        if self._sequences.pop(sequence.id, None) is not None:
+            self.engine.cancel(sequence.id)
+
+    def pieces(self, sequence: SequenceState) -> Iterator[Piece]:
+        """Runs a sequence to its end; gives what each token sets free.
+
+        Raises:
+            CacheError, ModelError, MemoryError: what ended it.
+        """
+        self.submit(sequence)
+        try:
+            while sequence.finish_reason is None:
+                self.advance(sequence)
+                while sequence.texts:
+                    text = sequence.texts.popleft()
+                    last = sequence.finish_reason is not None and not sequence.texts
+                    if text or last:
+                        yield sequence.piece(text, last=last)
+        finally:
+            self.cancel(sequence)
+
+    def finish(self, sequences: list[SequenceState]) -> Iterator[SequenceState]:
+        """Runs sequences to their ends; gives each when it has ended.
+
+        Raises:
+            CacheError, ModelError, MemoryError: what ended one; the others are let go then.
+        """
+        submitted: list[SequenceState] = []
+        try:
+            for sequence in sequences:
+                self.submit(sequence)
+                submitted.append(sequence)
+            for sequence in sequences:
+                while sequence.finish_reason is None:
+                    self.advance(sequence)
+                yield sequence
+        finally:
+            for sequence in submitted:
+                self.cancel(sequence)
+
+    def advance(self, sequence: SequenceState) -> None:
+        """Returns when a sequence has something new.
+
+        Raises:
+            CacheError, ModelError, MemoryError: what ended it.
+        """
+        with self._turn:
+            while not sequence.news and self._leader is not None:
+                self._turn.wait()
+            if not sequence.news:
+                self._leader = threading.get_ident()
+        if self.leads:
+            try:
+                while not sequence.news:
+                    self.step()
+            finally:
+                with self._turn:
+                    self._leader = None
+                    self._turn.notify_all()
+        sequence.news = False
+        if sequence.error is not None:
+            raise sequence.error
+
+    def step(self, wait: float = 0.05) -> list[SequenceState]:
+        """One step of the engine; returns the sequences that it has news of."""
+        events = self.engine.step(wait)
+        told = {s.id: s for event in events if (s := self._sequences.get(event.id)) is not None}
+        for event in events:
+            if (sequence := self._sequences.get(event.id)) is not None:
+                self._deal(sequence, event)
+        if told:
+            with self._turn:
+                self._turn.notify_all()
+        return list(told.values())
+
+    def _deal(self, sequence: SequenceState, event: Event) -> None:
+        try:
+            sequence.take(event)
+            if sequence.finish_reason is None and event.token is not None:
+                self._allow(sequence)
+        except Exception as error:  # of this sequence's text: it is nobody else's
+            sequence.fail(error)
+        sequence.news = True
+        if sequence.finish_reason is not None:
+            del self._sequences[sequence.id]
+            if not event.last:
+                self.engine.cancel(sequence.id)
+
+    def _allow(self, sequence: SequenceState) -> None:
+        if sequence.constraint is not None:
+            self.engine.allow(sequence.id, sequence.constraint.allowed(sequence.token_ids))

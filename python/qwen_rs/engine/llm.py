@@ -11,16 +11,17 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, cast, overload
 
-from .._core import Model
+from .._core import Engine, Model
 from ..checkpoint.chat_template import ChatPrompt, ChatTemplate, Message
 from ..checkpoint.reasoning import split_reasoning
 from ..checkpoint.source import end_of_sequence_ids, generation_config, resolve
 from ..checkpoint.tokenizer import Tokenizer
-from . import generation
 from .arguments import checked_keywords, one_of, shown, whole
 from .conversations import as_conversation, as_conversations, refuse_unread_roles
+from .generation import Generation
+from .memory import pool_blocks
 from .metrics import Metrics
-from .options import BACKENDS, DTYPES, KV, KV_DTYPES, MAX_BATCH
+from .options import BACKENDS, BLOCK_ROWS, DTYPES, KV, KV_DTYPES, MAX_BATCH
 from .outputs import ChatOutput, Output, Piece
 from .prompts import Prompt, as_list, check_ids, token_ids
 from .sampling_params import SamplingParams
@@ -43,6 +44,11 @@ class LLM:
         threads: worker threads; None: as many as this process may use.
         max_context: the most tokens of prompt and output together, the last token generated included;
             None: what the model allows.
+        max_num_seqs: sequences that are generated together at most; others wait.
+        kv_memory: bytes for the blocks of a paged cache; None: as much as ``max_num_seqs`` contexts take,
+            at most half of the memory that is free.
+        step_goal_ms: what a step should take at most while sequences wait for their next token: long prompts
+            are cut into chunks for it. None: chunks are as long as a pass takes them.
         progress: called with the share of the weights that is loaded, 0 to 1.
 
     Attributes:
@@ -85,6 +91,9 @@ class LLM:
         backend: str = BACKENDS[0],
         threads: int | None = None,
         max_context: int | None = None,
+        max_num_seqs: int = MAX_BATCH,
+        kv_memory: int | None = None,
+        step_goal_ms: float | None = None,
         progress: Callable[[float], object] | None = None,
     ) -> None:
         one_of("dtype", dtype, DTYPES)
@@ -93,6 +102,10 @@ class LLM:
         one_of("backend", backend, BACKENDS)
         threads = None if threads is None else whole("threads", threads, 1)
         max_context = None if max_context is None else whole("max_context", max_context, 1)
+        self.max_num_seqs = whole("max_num_seqs", max_num_seqs, 1)
+        kv_memory = None if kv_memory is None else whole("kv_memory", kv_memory, 1)
+        if kv_memory is not None and kv != "paged":
+            raise ValueError(f"kv_memory sizes a paged cache, and kv is {kv}")
         if backend == "scalar" and threads not in (None, 1):
             raise ValueError(f"the scalar backend has one thread, not {threads}")
         started = time.perf_counter()
@@ -110,6 +123,8 @@ class LLM:
         if max_context is not None and max_context > most:
             raise ValueError(f"max_context must be 1 to {most}, not {max_context}")
         self.max_context = most if max_context is None else max_context
+        self._kv_memory, self._step_goal_ms = kv_memory, step_goal_ms
+        self._generation: Generation | None = self._new_generation()
         self.load_ms = 1000 * (time.perf_counter() - started)
 
     @property
@@ -125,7 +140,40 @@ class LLM:
 
     def close(self) -> None:
         """Lets go of the weights; may be called twice."""
-        self._model = None
+        self._model = self._generation = None
+
+    @property
+    def generation(self) -> Generation:
+        """The loop that all calls share; a forked child has one of its own, and so has a signal handler
+        that interrupts a step.
+
+        Raises:
+            ValueError: the LLM is closed.
+        """
+        if self._generation is None or self._model is None:
+            raise ValueError("the LLM is closed")
+        if self._generation.process != os.getpid():
+            self._generation = self._new_generation()
+        return self._new_generation() if self._generation.leads else self._generation
+
+    def _new_generation(self) -> Generation:
+        model = self.model
+        blocks = 1
+        if self.kv == "paged":
+            most = self.max_num_seqs * (-(-self.max_context // BLOCK_ROWS) + 1)
+            block = model.new_pool(1, block_rows=BLOCK_ROWS, kv_dtype=self.kv_dtype)
+            blocks = pool_blocks(block.block_bytes, self._kv_memory, most)
+        return Generation(
+            Engine(
+                model,
+                kv=self.kv,
+                kv_dtype=self.kv_dtype,
+                num_blocks=blocks,
+                block_rows=BLOCK_ROWS,
+                max_num_seqs=self.max_num_seqs,
+                step_goal_ms=self._step_goal_ms,
+            )
+        )
 
     def __enter__(self) -> LLM:
         return self
@@ -307,13 +355,11 @@ class LLM:
         (own,) = self._params_of_each(params, 1)
         if own.n != 1:
             raise ValueError(f"a stream is one sequence: n must be 1, not {own.n}")
-        return self._start([(self._encode(prompt), self._resolved(own, 0))])[0]
+        return self._sequence(self._encode(prompt), self._resolved(own, 0))
 
     def pieces(self, sequence: SequenceState) -> Iterator[Piece]:
         """The pieces of a sequence until it ends."""
-        for _, text in generation.generate(self.model, [sequence]):
-            if text or sequence.finish_reason is not None:
-                yield sequence.piece(text)
+        return self.generation.pieces(sequence)
 
     def output(self, sequence: SequenceState) -> Output:
         """The output of a sequence that has ended."""
@@ -333,7 +379,7 @@ class LLM:
             finish_reason=sequence.finish_reason,
             load_ms=self.load_ms,
             weight_bytes=model.weight_bytes,
-            kv_bytes=sequence.cache.kv_bytes,
+            kv_bytes=sequence.kv_bytes,
             seed=sequence.params.seed,
         )
         return Output(
@@ -352,39 +398,26 @@ class LLM:
         encoded = [self._encode(prompt) for prompt in prompts]  # all are checked before work begins
         for own in each:
             self._resolved(own, 0)
-        wanted = (
-            (ids, self._resolved(own, choice))
+        sequences = [
+            self._sequence(ids, self._resolved(own, choice))
             for ids, own in zip(encoded, each, strict=True)
             for choice in range(own.n or 1)
-        )
-        flat: list[Output] = []
-        while batch := list(itertools.islice(wanted, MAX_BATCH)):
-            sequences = self._start(batch)
-            for _ in generation.generate(self.model, sequences):
-                pass
-            flat += map(self.output, sequences)
+        ]
+        flat = [self.output(sequence) for sequence in self.generation.finish(sequences)]
         outputs = iter(flat)
         return [
             next(outputs) if own.n == 1 else cast(Output, list(itertools.islice(outputs, own.n or 1)))
             for own in each
         ]
 
-    def _start(self, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[SequenceState]:
-        """Sequences that ``generation.generate`` runs together."""
-        prompts = [ids for ids, _ in requests]
-        caches, cached = generation.caches(self.model, self.kv, self.kv_dtype, prompts, self.max_context)
-        return [
-            SequenceState(
-                prompt_ids=ids,
-                params=params,
-                tokenizer=self.tokenizer,
-                end_ids=self.eos_token_ids,
-                max_context=self.max_context,
-                cache=cache,
-                cached_tokens=cached,
-            )
-            for (ids, params), cache in zip(requests, caches, strict=True)
-        ]
+    def _sequence(self, ids: list[int], params: SamplingParams) -> SequenceState:
+        return SequenceState(
+            prompt_ids=ids,
+            params=params,
+            tokenizer=self.tokenizer,
+            end_ids=self.eos_token_ids,
+            max_context=self.max_context,
+        )
 
     def _params_of_each(self, params: Any, prompts: int) -> list[SamplingParams]:
         listed = isinstance(params, list | tuple)

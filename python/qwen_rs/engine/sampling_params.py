@@ -64,6 +64,7 @@ class SamplingParams:
         ignore_eos: go on past end-of-sequence tokens.
         logprobs: with each token give its log probability and those of so many of the likeliest
             tokens (before temperature, filters and penalties); None: none.
+        logit_bias: what is added to the logits of tokens, by token id, -100 to 100; before everything else.
 
     Raises:
         ValueError: a setting is out of its range.
@@ -95,6 +96,7 @@ class SamplingParams:
     stop_token_ids: Iterable[int] | None = ()
     ignore_eos: bool | None = False
     logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {
@@ -105,6 +107,7 @@ class SamplingParams:
         defaults = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
         checked |= {name: value for name, value in defaults.items() if name not in checked}
         checked["stop"] = _stop(self.stop)
+        checked["logit_bias"] = _logit_bias(self.logit_bias)
         checked["stop_token_ids"] = _stop_token_ids(self.stop_token_ids)
         checked["ignore_eos"] = False if self.ignore_eos is None else _switch("ignore_eos", self.ignore_eos)
         for name, value in checked.items():
@@ -186,6 +189,18 @@ def _stop(value: object) -> tuple[str, ...]:
     if items is None or not all(isinstance(s, str) and s for s in items):
         raise ValueError(f"stop must be a string or several, none of them empty, not {shown(value)}")
     return tuple(map(str, items))
+
+
+def _logit_bias(value: object) -> Mapping[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias must be a mapping of token ids to numbers, not {shown(value)}")
+    allowed: tuple[str, Callable[[float], bool]] = ("-100 to 100", lambda x: -100 <= x <= 100)
+    return {
+        whole("logit_bias: a token id", token, 0): real("logit_bias", bias, *allowed)
+        for token, bias in value.items()
+    }
 
 
 def _stop_token_ids(value: object) -> tuple[int, ...]:

@@ -2,64 +2,55 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from .._core import Cache, Sampler
+from .._core import Event
 from ..checkpoint.tokenizer import StreamDecoder, Tokenizer
 from .outputs import Piece
 from .sampling_params import SamplingParams
 from .stop_strings import StopStrings
 
 
-def log_probabilities(logits: NDArray[np.float32], token: int, count: int) -> dict[int, float]:
-    """Natural log probabilities of ``token`` and of the ``count`` likeliest, likeliest first."""
-    x = logits.astype(np.float64)
-    x -= x.max()
-    x -= np.log(np.exp(x).sum())
-    count = min(count, len(x))
-    top = np.argpartition(-x, count - 1)[:count] if count else np.array([], dtype=np.int64)
-    chosen = {int(i) for i in top} | {token}
-    return {i: float(x[i]) for i in sorted(chosen, key=lambda i: (-x[i], i))}
+class Constraint(Protocol):
+    """Which tokens may come next."""
+
+    def allowed(self, token_ids: Sequence[int]) -> bytes:
+        """A bit for each token, the lowest of a byte first, after the tokens generated so far."""
 
 
 @dataclass
 class SequenceState:
-    """A sequence between its prefill and its end."""
+    """A sequence between its submission and its end."""
 
     prompt_ids: Sequence[int]
     params: SamplingParams
     tokenizer: Tokenizer
     end_ids: frozenset[int]
     max_context: int
-    cache: Cache
+    salt: str = ""
+    priority: int = 0
+    prompt_logprobs_wanted: int | None = None
+    constraint: Constraint | None = None
+    id: int = -1
     token_ids: list[int] = field(default_factory=list)
     forward_ms: list[float] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] | None = None
     text: str = ""
+    texts: deque[str] = field(default_factory=deque)
+    """What each token has set free, until it is taken."""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: BaseException | None = None
     cached_tokens: int = 0
+    kv_bytes: int = 0
+    news: bool = False
 
     def __post_init__(self) -> None:
         p = self.params
-        assert p.temperature is not None and p.top_k is not None and p.top_p is not None  # resolved
-        assert p.min_p is not None and p.repetition_penalty is not None and p.seed is not None
-        assert p.presence_penalty is not None and p.frequency_penalty is not None
-        self._sampler = Sampler(
-            temperature=p.temperature,
-            top_k=p.top_k,
-            top_p=p.top_p,
-            min_p=p.min_p,
-            repetition_penalty=p.repetition_penalty,
-            presence_penalty=p.presence_penalty,
-            frequency_penalty=p.frequency_penalty,
-            seed=p.seed,
-            prompt=self.prompt_ids if p.repetition_penalty != 1 else (),
-        )
         self._decoder = StreamDecoder(self.tokenizer)
         self._stops = StopStrings(tuple(p.stop or ()), self.tokenizer.special_tokens.values())
         # End-of-sequence tokens and stop tokens end the text alike.
@@ -68,13 +59,52 @@ class SequenceState:
         self._most = room if p.max_tokens is None else min(p.max_tokens, room)
         self._told = 0
 
-    def take(self, logits: NDArray[np.float32], milliseconds: float) -> str:
-        """Chooses the next token from ``[vocab]`` logits; returns the text that it sets free."""
-        self.forward_ms.append(milliseconds)
-        token = self._sampler.sample(logits)
+    def settings(self) -> dict[str, Any]:
+        """What the engine is told beside the prompt."""
+        p = self.params
+        return {
+            "max_tokens": self._most,
+            "temperature": p.temperature,
+            "top_k": p.top_k,
+            "top_p": p.top_p,
+            "min_p": p.min_p,
+            "repetition_penalty": p.repetition_penalty,
+            "presence_penalty": p.presence_penalty,
+            "frequency_penalty": p.frequency_penalty,
+            "seed": p.seed,
+            "logit_bias": list((p.logit_bias or {}).items()),
+            "end_ids": sorted(self._ends),
+            "logprobs": p.logprobs,
+            "prompt_logprobs": self.prompt_logprobs_wanted,
+            "salt": self.salt,
+            "priority": self.priority,
+            "constrained": self.constraint is not None,
+        }
+
+    def take(self, event: Event) -> None:
+        """What a step has given."""
+        if event.error is not None:
+            self.fail(event.error)
+            return
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = [dict(row) for row in event.prompt_logprobs]
+        token = event.token
+        if token is None:
+            return
+        self.forward_ms.append(event.milliseconds)
+        self.cached_tokens, self.kv_bytes = event.cached_tokens, event.kv_bytes
         self.token_ids.append(token)
         if self.params.logprobs is not None:
-            self.logprobs.append(log_probabilities(logits, token, self.params.logprobs))
+            self.logprobs.append(dict(event.logprobs))
+        text = self._text_of(token)
+        self.text += text
+        self.texts.append(text)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it with an error."""
+        self.error, self.finish_reason = error, "error"
+
+    def _text_of(self, token: int) -> str:
         if token in self._ends:
             return self._end("stop", token, "")
         special = self.tokenizer.special_tokens.get(token, "")
@@ -83,7 +113,6 @@ class SequenceState:
             return self._end("stop", stop, text, flush=False)
         if len(self.token_ids) >= self._most:
             return self._end("length", None, text)
-        self.text += text
         return text
 
     def _end(self, reason: str, cause: int | str | None, text: str, *, flush: bool = True) -> str:
@@ -96,10 +125,10 @@ class SequenceState:
             if stop is not None:
                 reason, cause = "stop", stop
         self.finish_reason, self.stop_reason = reason, cause
-        self.text += text
         return text
 
-    def piece(self, text: str) -> Piece:
+    def piece(self, text: str, *, last: bool) -> Piece:
         """``text`` with the tokens that no piece has told of."""
-        new, self._told = self.token_ids[self._told :], len(self.token_ids)
-        return Piece(text=text, token_ids=new, finish_reason=self.finish_reason)
+        now = len(self.token_ids) - len(self.texts)  # a text for each token, taken in turn
+        new, self._told = self.token_ids[self._told : now], now
+        return Piece(text=text, token_ids=new, finish_reason=self.finish_reason if last else None)
