@@ -6,7 +6,7 @@ use super::request::{Event, Logprob, Outcome, Request};
 use super::running::Running;
 pub use super::schedule::Limits;
 use super::schedule::Schedule;
-use super::store::Store;
+use super::store::{Held, Store};
 use crate::error::{Error, Result};
 use crate::model::{Interrupt, Logits, Model, Sequence};
 use crate::sampler::log_probabilities;
@@ -273,7 +273,7 @@ impl Engine {
             rest = others;
             sequence.took += took;
             counters.prompt_tokens += if sequence.decodes() { 0 } else { rows as u64 };
-            store.keep_full(sequence, rows);
+            sequence.keep_full(rows, store);
             work.push(Work { sequence, rows, logits: own, token: None });
         }
         let threads = &self.model.backend().threads;
@@ -352,7 +352,7 @@ impl Work<'_> {
                 let generated = sequence.tokens.len() - sequence.request.prompt.len();
                 let last = generated == sequence.request.max_tokens || sequence.request.ends.contains(&token);
                 let took = std::mem::take(&mut sequence.took);
-                let kv_bytes = sequence.held.as_ref().map_or(0, super::store::Held::bytes);
+                let kv_bytes = sequence.held.as_ref().map_or(0, Held::bytes);
                 Outcome::Token { token, logprobs, took, cached: sequence.cached, kv_bytes, last }
             }
         };

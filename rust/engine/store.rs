@@ -1,7 +1,6 @@
 //! Where the sequences of an engine keep their keys and values: in caches of their own, or in blocks of
 //! one pool, in which what sequences leave behind is found again.
 
-use super::running::Running;
 use crate::cache::{BlockPool, KvCache, PagedKvCache, PrefixTree};
 use crate::error::Result;
 use std::sync::Arc;
@@ -108,20 +107,6 @@ impl Store {
         if let (Self::Shared { tree, .. }, Held::Paged(cache)) = (self, held) {
             let rows = cache.seq_len();
             tree.keep(salt, &tokens[..rows], cache, last);
-        }
-    }
-
-    /// Keeps the blocks that its last `rows` rows filled.
-    pub fn keep_full(&mut self, sequence: &mut Running, rows: usize) {
-        let Some(block_rows) = self.block_rows() else {
-            return;
-        };
-        let Running { request, tokens, held: Some(held), .. } = sequence else {
-            return;
-        };
-        let now = held.rows();
-        if now / block_rows > (now - rows) / block_rows {
-            self.keep(&request.salt, tokens, held, false);
         }
     }
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import DEMO, GOLDEN
 
 from qwen_rs import LLM, Model, SamplingParams, available_isas
-from qwen_rs.engine.options import DTYPES
+from qwen_rs.engine.options import BLOCK_ROWS, DTYPES
 
 PROMPT_LENGTH = 280  # longer than an attention chunk
 
@@ -99,13 +99,17 @@ def test_a_list_of_prompts_gives_what_each_gives_alone(kv: str) -> None:
 
 def test_prompts_that_begin_alike_share_the_beginning_in_a_paged_cache() -> None:
     llm = LLM("demo", kv="paged")
-    common = llm.tokenizer.encode("Emma Woodhouse, handsome, clever, and rich, with a comfortable home ")
+    common = (llm.tokenizer.encode("Emma Woodhouse, handsome, clever, and rich ") * 20)[:100]
     prompts = [[*common, i] for i in (10, 20, 30)]
     params = SamplingParams(max_tokens=8, temperature=0)
     outputs = llm.generate(prompts, params)
-    assert [o.metrics.cached_tokens for o in outputs] == [len(common)] * 3
+    # The first computes the block that all begin with; what ended sequences left is found token by token.
+    assert [o.metrics.cached_tokens for o in outputs] == [0, BLOCK_ROWS, BLOCK_ROWS]
+    again = llm.generate(prompts, params)
+    assert [o.metrics.cached_tokens for o in again] == [len(common)] * 3
     basic = LLM("demo")
-    assert [o.token_ids for o in outputs] == [basic.generate(p, params).token_ids for p in prompts]
+    expected = [basic.generate(p, params).token_ids for p in prompts]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in again] == expected
 
 
 def test_snapshot_goes_on_in_a_new_cache() -> None:

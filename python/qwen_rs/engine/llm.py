@@ -118,6 +118,9 @@ class LLM:
         self.generation_config = generation_config(self.directory)
         self.eos_token_ids = end_of_sequence_ids(self.directory, self.generation_config, self.tokenizer)
         self.config: dict[str, Any] = self._model.config
+        # An id outside the vocabulary can be in a config, and ends nothing.
+        vocab_size = int(self.config["vocab_size"])
+        self._end_ids = frozenset(i for i in self.eos_token_ids if 0 <= i < vocab_size)
         self.kv, self.kv_dtype = kv, kv_dtype
         most = int(self.config["max_position_embeddings"])
         if max_context is not None and max_context > most:
@@ -415,7 +418,7 @@ class LLM:
             prompt_ids=ids,
             params=params,
             tokenizer=self.tokenizer,
-            end_ids=self.eos_token_ids,
+            end_ids=self._end_ids,
             max_context=self.max_context,
         )
 
