@@ -15,6 +15,11 @@ const FIRST: usize = 64;
 /// Chunks are whole numbers of so many rows, and no less: a few rows cost almost what one costs.
 const GRAIN: usize = 8;
 
+/// What a step may take, in goals, when decode steps alone take much of one.
+const STRETCHED: f64 = 1.7;
+/// What a step of prompts alone may take, in goals.
+const ALONE: f64 = 4.0;
+
 #[derive(Default)]
 pub struct Pace {
     /// Seconds of a pass of decode steps alone.
@@ -43,11 +48,19 @@ impl Pace {
 
     /// Rows from position `past` on that keep a step under `goal`, at most [`PREFILL_ROWS`] and at least a
     /// few, so that every prompt comes to its end.
+    ///
+    /// Where decode steps alone take more than a quarter of the goal, prompts get three times as much as
+    /// they: up to [`STRETCHED`] goals, or prompts would take many times what they take alone. Where nobody
+    /// decodes, nobody's stream waits, and a longer step serves prompts better.
     pub fn rows(&self, past: usize, decodes: bool, goal: Duration) -> usize {
         let Some((a, b)) = self.costs() else {
             return FIRST;
         };
-        let left = goal.as_secs_f64() - if decodes { self.decode } else { 0.0 };
+        let goal = goal.as_secs_f64();
+        let left = match decodes {
+            true => (goal - self.decode).max(3.0 * self.decode).min(STRETCHED * goal - self.decode),
+            false => ALONE * goal,
+        };
         let fits = |rows: usize| a * rows as f64 + b * work(past, rows) <= left;
         let (mut least, mut most) = (1, PREFILL_ROWS / GRAIN);
         while least < most {

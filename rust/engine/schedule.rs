@@ -111,8 +111,7 @@ impl Schedule {
             let sequence = self.of(id);
             let most = match limits.step_goal {
                 None => PREFILL_ROWS,
-                // Where nobody's stream waits a longer step serves prompts better.
-                Some(goal) => pace.rows(sequence.rows(), steps > 0, if steps > 0 { goal } else { 4 * goal }),
+                Some(goal) => pace.rows(sequence.rows(), steps > 0, goal),
             };
             let rows = ((most as f64 * share) as usize).min(sequence.ready());
             if rows == 0 || (!taken.is_empty() && rows < sequence.ready().min(WORTH_A_CHUNK)) {
