@@ -18,6 +18,8 @@ use std::ops::Range;
 /// The most query vectors (rows x heads of a group) in a block: a multiple of all tile heights, enough
 /// that transposing the keys costs little beside them, and few enough for the second-level cache.
 const BLOCK_QUERIES: usize = 288;
+/// The height of the tile for what whole tiles leave: a chunk of a prompt may have few queries.
+const REST: usize = 4;
 /// Blocks that a worker should find: a few, so that none ends long after the others.
 const BLOCKS_PER_WORKER: usize = 4;
 
@@ -174,6 +176,11 @@ impl<T: Element> Block<'_, T> {
     #[inline(always)]
     fn attend<L: Lanes, const P: usize, const M: usize, const N: usize>(self, l: L) {
         const { assert!(P.is_multiple_of(N) && BLOCK_QUERIES.is_multiple_of(M)) };
+        let height = |i: usize, count: usize| match count - i {
+            left if left >= M => M,
+            REST.. => REST,
+            _ => 1,
+        };
         let n = self.queries;
         let (width, group) = (P * LANES, self.group);
         let count = self.rows.len() * group; // query vectors, [row][head]
@@ -201,14 +208,16 @@ impl<T: Element> Block<'_, T> {
                 let keys = &b.keys[first * width..(first + vectors * LANES) * width];
                 let mut i = 0;
                 while i < count {
-                    let m = if i + M <= count { M } else { 1 };
+                    let m = height(i, count);
                     if visible[i + m - 1] > first {
                         let q = &b.q[i * width..(i + m) * width];
                         let out = &mut b.scores[i * CHUNK + first..];
-                        match (m == M, vectors == N) {
-                            (true, true) => scores::<L, P, M, N>(l, q, keys, n.scale, out),
-                            (true, false) => scores::<L, P, M, 1>(l, q, keys, n.scale, out),
-                            (false, _) => scores::<L, P, 1, 1>(l, q, keys, n.scale, out),
+                        match (m, vectors == N) {
+                            (1, _) => scores::<L, P, 1, 1>(l, q, keys, n.scale, out),
+                            (m, true) if m == M => scores::<L, P, M, N>(l, q, keys, n.scale, out),
+                            (m, false) if m == M => scores::<L, P, M, 1>(l, q, keys, n.scale, out),
+                            (_, true) => scores::<L, P, REST, N>(l, q, keys, n.scale, out),
+                            (_, false) => scores::<L, P, REST, 1>(l, q, keys, n.scale, out),
                         }
                     }
                     i += m;
@@ -227,7 +236,7 @@ impl<T: Element> Block<'_, T> {
             }
             let mut i = 0;
             while i < count {
-                let m = if i + M <= count { M } else { 1 };
+                let m = height(i, count);
                 if visible[i + m - 1] > 0 {
                     let weights = &b.scores[i * CHUNK..(i + m) * CHUNK];
                     for (part, v) in b.values.chunks_exact(CHUNK * N * LANES).enumerate() {
@@ -235,6 +244,9 @@ impl<T: Element> Block<'_, T> {
                         if m == M {
                             let seen = std::array::from_fn(|m| visible[i + m]);
                             values::<L, M, N>(l, v, weights, seen, partial_len(width), out);
+                        } else if m == REST {
+                            let seen = std::array::from_fn(|m| visible[i + m]);
+                            values::<L, REST, N>(l, v, weights, seen, partial_len(width), out);
                         } else {
                             values::<L, 1, N>(l, v, weights, [visible[i]], partial_len(width), out);
                         }
