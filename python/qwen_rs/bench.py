@@ -307,11 +307,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--batch: sizes must be 1 to {MAX_BATCH}")
     if args.threads is not None and (not args.threads or 0 in args.threads):
         raise ValueError("--threads must be at least 1")
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None:
-            _check_output(option, path)
-    if args.plot is not None:
-        _pyplot()  # said before the work, not after it
+    prepare_outputs(args)
     figures: list[Figure] = []
     with tqdm(desc="loading", unit=" runs", leave=False, disable=None) as bar:
         for threads in args.threads or [default_threads()]:
@@ -325,23 +321,28 @@ def run(args: argparse.Namespace) -> int:
                 bar.write(_row(figure), end="")
     if args.json is not None:
         text = json.dumps([asdict(f) for f in figures], indent=1) + "\n"
-        _write(args.json, text.encode())
+        write(args.json, text.encode())
     if args.plot is not None:
-        _write(args.plot, _plot(figures))
+        write(args.plot, _plot(figures))
     return 0
 
 
-def _check_output(option: str, path: Path) -> None:
-    """What is wrong with a file's name is said before the work, not after it."""
-    if "\0" in str(path):
-        raise ValueError(f"{option}: a file's name cannot hold NUL")
-    if path.is_dir():
-        raise IsADirectoryError(f"{option} {path}: is a directory")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{option} {path}: no such directory")
+def prepare_outputs(args: argparse.Namespace) -> None:
+    """What is wrong with ``--json`` and ``--plot`` is said before the work, not after it."""
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is None:
+            continue
+        if "\0" in str(path):
+            raise ValueError(f"{option}: a file's name cannot hold NUL")
+        if path.is_dir():
+            raise IsADirectoryError(f"{option} {path}: is a directory")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{option} {path}: no such directory")
+    if args.plot is not None:
+        pyplot()
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
     try:
         path.write_bytes(data)
     except OSError as error:  # a full disk is not named by Python
@@ -402,21 +403,21 @@ def _title(f: Figure) -> str:
     return f"{f.model}: {f.dtype}, {f.isa}, {f.kv} {f.kv_dtype} cache\n{f.cpu}, {f.date}".replace("$", r"\$")
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
         raise ValueError("--plot needs matplotlib: pip install 'qwen-rs[plot]'") from None
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    import matplotlib.pyplot
 
-    return pyplot
+    return matplotlib.pyplot
 
 
 def _plot(figures: Sequence[Figure]) -> bytes:
     """A PNG: decode speed against depth, and the times of single forward passes."""
-    pyplot = _pyplot()
-    sheet, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    plt = pyplot()
+    sheet, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     sheet.suptitle(_title(figures[0]) if figures else "nothing measured", fontsize=9)
     for threads in sorted({f.threads for f in figures}):
         decode = [f for f in figures if f.threads == threads and f.name.startswith("decode @")]
@@ -434,5 +435,5 @@ def _plot(figures: Sequence[Figure]) -> bytes:
             axes.legend(fontsize=8)
     png = io.BytesIO()
     sheet.savefig(png, dpi=120, format="png")
-    pyplot.close(sheet)
+    plt.close(sheet)
     return png.getvalue()

@@ -28,7 +28,19 @@ RUST = {
 }
 PYTHON = {"qwen_rs", "examples", "benchmarks", "demo_model", "CHANGELOG.md"}
 PACKAGE = {
-    *("__init__", "__main__", "engine", "checkpoint", "serve", "cli", "bench", "_core", "py", "demo"),
+    *(
+        "__init__",
+        "__main__",
+        "engine",
+        "checkpoint",
+        "serve",
+        "cli",
+        "bench",
+        "bench_serve",
+        "_core",
+        "py",
+        "demo",
+    ),
 }
 KNOW_NO_MODEL = ("loader", "linear", "cache", "kernels", "tensor")
 MAX_LINES = 600
