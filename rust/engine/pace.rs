@@ -12,8 +12,10 @@ use std::time::Duration;
 const KEPT: f64 = 0.95;
 /// Rows of the first chunk, when nothing is known.
 const FIRST: usize = 64;
-/// Chunks are whole numbers of so many rows, and no less: a few rows cost almost what one costs.
-const GRAIN: usize = 8;
+/// The least rows of a chunk: fewer cost almost as much.
+const LEAST: usize = 8;
+/// Chunks are whole numbers of so many rows: with two heads of a group, of the least tile of attention.
+const GRAIN: usize = 2;
 
 /// What a step may take, in goals, when decode steps alone take much of one.
 const STRETCHED: f64 = 1.7;
@@ -62,7 +64,7 @@ impl Pace {
             false => ALONE * goal,
         };
         let fits = |rows: usize| a * rows as f64 + b * work(past, rows) <= left;
-        let (mut least, mut most) = (1, PREFILL_ROWS / GRAIN);
+        let (mut least, mut most) = (LEAST / GRAIN, PREFILL_ROWS / GRAIN);
         while least < most {
             let middle = (least + most).div_ceil(2);
             if fits(middle * GRAIN) { least = middle } else { most = middle - 1 }
