@@ -13,6 +13,7 @@ from typing import TypeVar
 from .. import __version__
 from ..engine.llm import LLM
 from ..engine.options import BLOCK_ROWS
+from ..engine.prompts import check_ids
 from ..engine.sampling_params import SamplingParams
 from ..engine.sequence import SequenceState
 from .answer import Answer
@@ -45,7 +46,8 @@ class Service:
         self.name = options.model if options.model.count("/") == 1 else Path(options.model).name
         self.fingerprint = _fingerprint(llm)
         blocks = int(llm.generation.engine.counters()["blocks"])
-        self.max_context = min(llm.max_context, blocks * BLOCK_ROWS)
+        # The engine keeps a block free; the last token is never run.
+        self.max_context = min(llm.max_context, (blocks - 1) * BLOCK_ROWS + 1)
 
     async def complete(self, request: CompletionRequest) -> Answer:
         """
@@ -139,6 +141,10 @@ class Service:
             raise RequestError(400, "stream_options needs stream: true", param="stream_options")
         if request.n is not None and request.n > MAX_CHOICES:
             raise RequestError(400, f"n must be at most {MAX_CHOICES}, not {request.n}", param="n")
+        try:
+            check_ids([int(token) for token in request.logit_bias or {}], int(self.llm.config["vocab_size"]))
+        except ValueError as error:
+            raise RequestError(400, f"logit_bias: {error}", param="logit_bias") from None
         if request.priority is not None and not -(1 << 31) <= request.priority < 1 << 31:
             raise RequestError(400, "priority must be a 32-bit number", param="priority")
 
