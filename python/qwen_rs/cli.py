@@ -1,4 +1,4 @@
-"""The command line: ``qwen-rs generate`` and ``qwen-rs bench``."""
+"""The command line: ``qwen-rs generate``, ``qwen-rs serve`` and ``qwen-rs bench``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
-from . import __version__, bench, bench_serve
+from . import __version__, bench, bench_serve, serve
 from ._core import CacheError, ModelError, default_threads
 from .checkpoint.reasoning import TAGS, Part, ReasoningSplitter
 from .checkpoint.source import DEMO
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"qwen-rs {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="write text", allow_abbrev=False))
+    serve.add_arguments(commands.add_parser("serve", help="serve OpenAI's API", allow_abbrev=False))
     measure = commands.add_parser("bench", help="measure speed", allow_abbrev=False)
     bench.add_arguments(measure)
     bench_serve.add_arguments(measure)
@@ -112,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         _check_integers(args)
         if sys.stdout is None:
             raise OSError("standard output is closed")
-        status = bench_serve.run(args) if args.command == "bench" else _generate(args)
+        status = {"generate": _generate, "serve": serve.run, "bench": bench_serve.run}[args.command](args)
         sys.stdout.flush()
     except SystemExit as end:  # --help, --version, or a usage error that has had its line
         status = int(end.code or 0)

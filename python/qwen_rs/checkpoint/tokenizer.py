@@ -52,6 +52,17 @@ def read_json(path: Path) -> Any:
         raise ModelError(f"{path}: not valid JSON: {error}") from None
 
 
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's): printable ones stand for
+    themselves, the others follow from U+0100 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTES = _byte_alphabet()
+
+
 def check_text(text: str, what: str) -> None:
     """Refuses what is no text: half a surrogate pair, or bytes that were no UTF-8 where Python read them.
 
@@ -189,6 +200,20 @@ class Tokenizer:
         """Text of token ids; bytes that form no character become U+FFFD."""
         with self._failures("the tokenizer fails"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, special tokens and tags written out; incomplete bytes as U+FFFD."""
+        return self.decode([token], skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, be they whole characters or not."""
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return text.encode()
+        spelled = self._tokenizer.id_to_token(token) or ""
+        if all(c in BYTES for c in spelled):
+            return bytes(BYTES[c] for c in spelled)
+        return text.encode()
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:

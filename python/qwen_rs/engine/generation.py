@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .._core import Engine, Event
 from .outputs import Piece
@@ -111,7 +111,8 @@ class Generation:
     def step(self, wait: float = 0.05) -> list[SequenceState]:
         """One step of the engine; returns the sequences that it has news of."""
         events = self.engine.step(wait)
-        told = {s.id: s for event in events if (s := self._sequences.get(event.id)) is not None}
+        with self._turn:  # whoever submits holds it until the sequence is known
+            told = {s.id: s for event in events if (s := self._sequences.get(event.id)) is not None}
         for event in events:
             if (sequence := self._sequences.get(event.id)) is not None:
                 self._deal(sequence, event)
@@ -119,6 +120,28 @@ class Generation:
             with self._turn:
                 self._turn.notify_all()
         return list(told.values())
+
+    def lead(
+        self, told: Callable[[list[SequenceState]], None], going: Callable[[], bool], wait: float
+    ) -> None:
+        """Runs steps for everybody, from this thread, as long as ``going`` says so.
+
+        Args:
+            told: called after each step with the sequences that it had news of.
+            going: asked before each step; ``engine.wake`` ends one that waits for work.
+            wait: seconds that a step waits for work.
+        """
+        with self._turn:
+            while self._leader is not None:
+                self._turn.wait()
+            self._leader = threading.get_ident()
+        try:
+            while going():
+                told(self.step(wait))
+        finally:
+            with self._turn:
+                self._leader = None
+                self._turn.notify_all()
 
     def _deal(self, sequence: SequenceState, event: Event) -> None:
         try:
@@ -129,7 +152,7 @@ class Generation:
             sequence.fail(error)
         sequence.news = True
         if sequence.finish_reason is not None:
-            del self._sequences[sequence.id]
+            self._sequences.pop(sequence.id, None)  # another thread may have let go of it
             if not event.last:
                 self.engine.cancel(sequence.id)
 

@@ -360,6 +360,15 @@ class LLM:
             raise ValueError(f"a stream is one sequence: n must be 1, not {own.n}")
         return self._sequence(self._encode(prompt), self._resolved(own, 0))
 
+    def sequences(self, prompt: Prompt, params: SamplingParams) -> list[SequenceState]:
+        """The ``n`` sequences of a prompt, not submitted yet.
+
+        Raises:
+            as ``generate``.
+        """
+        ids = self._encode(prompt)
+        return [self._sequence(ids, self._resolved(params, choice)) for choice in range(params.n or 1)]
+
     def pieces(self, sequence: SequenceState) -> Iterator[Piece]:
         """The pieces of a sequence until it ends."""
         return self.generation.pieces(sequence)
@@ -401,11 +410,7 @@ class LLM:
         encoded = [self._encode(prompt) for prompt in prompts]  # all are checked before work begins
         for own in each:
             self._resolved(own, 0)
-        sequences = [
-            self._sequence(ids, self._resolved(own, choice))
-            for ids, own in zip(encoded, each, strict=True)
-            for choice in range(own.n or 1)
-        ]
+        sequences = [s for ids, own in zip(encoded, each, strict=True) for s in self.sequences(ids, own)]
         flat = [self.output(sequence) for sequence in self.generation.finish(sequences)]
         outputs = iter(flat)
         return [
