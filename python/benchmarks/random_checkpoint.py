@@ -2,8 +2,9 @@
 
     python python/benchmarks/random_checkpoint.py 0.6b /tmp/qwen3-0.6b-random
 
-BF16 safetensors as ``save_pretrained`` writes them, with the demo model's tokenizer, so that
-``qwen-rs generate --model`` runs it; the text means nothing.
+BF16 safetensors as ``save_pretrained`` writes them, with the demo model's tokenizer and a word for each id
+that it lacks, so that ``qwen-rs generate --model`` runs it and a stream shows every token; the text means
+nothing.
 """
 
 from __future__ import annotations
@@ -71,8 +72,12 @@ def write(directory: Path, shape: str, seed: int = 0) -> None:
     said = {"max_window_layers": config["num_hidden_layers"], "use_sliding_window": False}
     (directory / "config.json").write_text(json.dumps(config | said, indent=2) + "\n")
     demo = Path(qwen_rs.__file__).parent / "demo"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo / name, directory)
+    shutil.copy(demo / "tokenizer_config.json", directory)
+    tokenizer = json.loads((demo / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    known = {*vocab.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    vocab |= {f"x{i}": i for i in range(int(config["vocab_size"])) if i not in known}
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 if __name__ == "__main__":
