@@ -146,8 +146,8 @@ class Event:
 
 @final
 class Engine:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         model: Model,
         *,
         kv: str = "basic",
@@ -156,7 +156,7 @@ class Engine:
         block_rows: int = 64,
         max_num_seqs: int = 16,
         step_goal_ms: float | None = None,
-    ) -> None: ...
+    ) -> Engine: ...
     def submit(
         self,
         prompt: Sequence[int],
