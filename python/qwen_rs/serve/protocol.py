@@ -110,6 +110,22 @@ class ChatTemplateArguments(msgspec.Struct, forbid_unknown_fields=True, kw_only=
     enable_thinking: bool | None = None
 
 
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A schema that the answer keeps, strictly or not asked for so."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the answer is, from the end of its thinking on."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class ChatRequest(Sampling, kw_only=True):
     """``POST /v1/chat/completions``."""
 
@@ -119,6 +135,7 @@ class ChatRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
     chat_template_kwargs: ChatTemplateArguments | None = None
     reasoning_effort: Literal["none"] | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -134,6 +151,24 @@ class ChatRequest(Sampling, kw_only=True):
                 param="max_completion_tokens",
             )
         return one if other is None else other
+
+    @property
+    def schema(self) -> tuple[dict[str, Any], str] | None:
+        """The schema that the answer keeps, and the field that it is of.
+
+        Raises:
+            RequestError: there is a schema without its type, or the type without one.
+        """
+        wanted = self.response_format
+        if wanted is None:
+            return None
+        if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+            raise RequestError(
+                400, "response_format: json_schema stands with type json_schema", param="response_format"
+            )
+        if wanted.json_schema is not None:
+            return wanted.json_schema.schema, "response_format.json_schema.schema"
+        return ({"type": "object"}, "response_format") if wanted.type == "json_object" else None
 
     @property
     def enable_thinking(self) -> bool | None:

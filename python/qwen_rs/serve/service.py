@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from .. import __version__
+from ..checkpoint.reasoning import TAGS
 from ..engine.llm import LLM
 from ..engine.options import BLOCK_ROWS
 from ..engine.prompts import check_ids
@@ -21,6 +23,7 @@ from .errors import RequestError
 from .forms import ChatForm, CompletionForm, Form
 from .options import Options
 from .protocol import ChatRequest, CompletionRequest, Sampling
+from .structure import Structures
 from .worker import Worker
 
 COMPLETION_TOKENS = 16
@@ -125,15 +128,31 @@ class Service:
         if most is None:
             most = max(self.max_context - len(prompt.token_ids), 1)
         params = request.sampling(max_tokens=most, logprobs=logprobs)
+        sequences = self._sequences(request, prompt.token_ids, params, "messages")
+        if (wanted := request.schema) is not None:
+            grammar = self.structures.schema(*wanted)
+            may_think = request.enable_thinking is not False and not prompt.text.rstrip().endswith(TAGS[1])
+            for sequence in sequences:
+                sequence.constraint = self.structures.constraint(
+                    grammar, opened=prompt.thinking, may_think=may_think and not prompt.thinking
+                )
         return ChatForm(
             opened=prompt.thinking,
             logprobs=bool(request.logprobs),
             model=self.name,
             fingerprint=self.fingerprint,
             tokenizer=self.llm.tokenizer,
-            sequences=self._sequences(request, prompt.token_ids, params, "messages"),
+            sequences=sequences,
             num_choices=params.n or 1,
         )
+
+    @functools.cached_property
+    def structures(self) -> Structures:
+        """Made when the first structured answer is asked for."""
+        llm = self.llm
+        vocab_size = int(llm.config["vocab_size"])
+        ends = [token for token in llm.eos_token_ids if 0 <= token < vocab_size]
+        return Structures(llm.directory, llm.tokenizer, vocab_size, ends)
 
     def _check(self, request: Sampling) -> None:
         self.check_model(request.model)
