@@ -1,4 +1,4 @@
-"""The command line: ``qwen-rs generate``, ``qwen-rs serve`` and ``qwen-rs bench``."""
+"""The command line: ``qwen-rs generate``, ``chat``, ``serve`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tqdm import tqdm
 
-from . import __version__, bench, bench_serve, serve
+from . import __version__, bench, bench_serve, serve, terminal_chat
 from ._core import CacheError, ModelError, default_threads
-from .checkpoint.reasoning import TAGS, Part, ReasoningSplitter
+from .checkpoint.reasoning import TAGS
 from .checkpoint.source import DEMO
+from .display import Display
 from .engine.llm import LLM
 from .engine.metrics import Metrics, trace_table
 from .engine.options import BACKENDS, DTYPES, KV, KV_DTYPES
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"qwen-rs {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="write text", allow_abbrev=False))
+    _add_chat(commands.add_parser("chat", help="hold a conversation", allow_abbrev=False))
     serve.add_arguments(commands.add_parser("serve", help="serve OpenAI's API", allow_abbrev=False))
     measure = commands.add_parser("bench", help="measure speed", allow_abbrev=False)
     bench.add_arguments(measure)
@@ -71,26 +73,12 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to generate at most (%(default)s)",
     )
-    sampling = p.add_argument_group("sampling (defaults: the checkpoint's generation_config.json)")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="the k likeliest tokens; 0: all")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="the likeliest tokens that reach p")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="tokens at least p x the likeliest")
-    sampling.add_argument("--repeat-penalty", type=float, metavar="R", help="1: none")
-    sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
-    sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
-    )
+    _add_sampling(p)
     chat = p.add_argument_group("prompting (default: the chat template, if the checkpoint has one)")
     mode = chat.add_mutually_exclusive_group()
     mode.add_argument("--chat", action="store_true", help="through the chat template")
     mode.add_argument("--raw", action="store_true", help="the prompt as it is")
-    think = chat.add_mutually_exclusive_group()
-    think.add_argument("--think", dest="think", action="store_true", default=None, help="let the model think")
-    think.add_argument("--no-think", dest="think", action="store_false", help="answer without thinking")
-    chat.add_argument(
-        "--no-thinking-output", action="store_true", help="write the answer alone, not the thinking before it"
-    )
+    _add_thinking(chat)
     engine = p.add_argument_group("engine")
     engine.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="weights (%(default)s)")
     engine.add_argument("--kv", default=KV[0], choices=KV, help="KV cache (%(default)s)")
@@ -103,6 +91,47 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     engine.add_argument("--metrics", default="text", choices=["text", "json", "none"], help="(%(default)s)")
 
 
+def _add_chat(p: argparse.ArgumentParser) -> None:
+    p.description = (
+        "A conversation, through the model's chat template. In a terminal Ctrl-C stops an answer and Ctrl-D "
+        "ends; from a pipe each line is a turn. /help lists what can be said to the program itself."
+    )
+    p.add_argument("--model", metavar="DIR|HUB_ID", required=True, help="a checkpoint directory or hub id")
+    p.add_argument("--system", metavar="TEXT", help="the system message")
+    p.add_argument("--max-tokens", type=int, metavar="N", help="tokens of an answer at most (the context)")
+    _add_sampling(p)
+    _add_thinking(p.add_argument_group("thinking"))
+    engine = p.add_argument_group("engine")
+    engine.add_argument("--dtype", default=DTYPES[0], choices=DTYPES, help="weights (%(default)s)")
+    engine.add_argument(
+        "--kv-dtype", default=KV_DTYPES[0], choices=KV_DTYPES, help="what the cache stores (%(default)s)"
+    )
+    engine.add_argument("--threads", type=int, metavar="N", help="default: all that this process may use")
+    p.set_defaults(kv="paged", backend=BACKENDS[0])
+
+
+def _add_sampling(p: argparse.ArgumentParser) -> None:
+    sampling = p.add_argument_group("sampling (defaults: the checkpoint's generation_config.json)")
+    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="the k likeliest tokens; 0: all")
+    sampling.add_argument("--top-p", type=float, metavar="P", help="the likeliest tokens that reach p")
+    sampling.add_argument("--min-p", type=float, metavar="P", help="tokens at least p x the likeliest")
+    sampling.add_argument("--repeat-penalty", type=float, metavar="R", help="1: none")
+    sampling.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+
+
+def _add_thinking(group: argparse._ArgumentGroup) -> None:
+    think = group.add_mutually_exclusive_group()
+    think.add_argument("--think", dest="think", action="store_true", default=None, help="let the model think")
+    think.add_argument("--no-think", dest="think", action="store_false", help="answer without thinking")
+    group.add_argument(
+        "--no-thinking-output", action="store_true", help="write the answer alone, not the thinking before it"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; returns its exit status: 0, 2 for usage, 1 for the rest."""
     _prepare_streams()
@@ -113,7 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         _check_integers(args)
         if sys.stdout is None:
             raise OSError("standard output is closed")
-        status = {"generate": _generate, "serve": serve.run, "bench": bench_serve.run}[args.command](args)
+        run = {"generate": _generate, "chat": _chat, "serve": serve.run, "bench": bench_serve.run}
+        status = run[args.command](args)
         sys.stdout.flush()
     except SystemExit as end:  # --help, --version, or a usage error that has had its line
         status = int(end.code or 0)
@@ -215,9 +245,16 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_text(args: argparse.Namespace) -> tuple[Metrics, list[tuple[Any, str, int, float]]]:
-    """Streams the text; returns what it took and, with ``--trace-ops``, the operations' statistics."""
-    params = SamplingParams(
+def _chat(args: argparse.Namespace) -> int:
+    system = None if args.system is None else _utf8("--system", args.system)
+    params = _params(args)
+    with _load(args) as llm:
+        terminal_chat.run(llm, params, system=system, think=args.think, thinking=not args.no_thinking_output)
+    return 0
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
@@ -227,6 +264,11 @@ def _write_text(args: argparse.Namespace) -> tuple[Metrics, list[tuple[Any, str,
         seed=args.seed,
         stop=[_utf8("--stop", text) for text in args.stop],
     )
+
+
+def _write_text(args: argparse.Namespace) -> tuple[Metrics, list[tuple[Any, str, int, float]]]:
+    """Streams the text; returns what it took and, with ``--trace-ops``, the operations' statistics."""
+    params = _params(args)
     prompt = _prompt(args)
     cores = default_threads()
     if args.threads is not None and args.threads > cores:
@@ -246,7 +288,7 @@ def _write_text(args: argparse.Namespace) -> tuple[Metrics, list[tuple[Any, str,
             why = "--raw was given" if args.raw else "the checkpoint has no chat template"
             raise ValueError(f"{option} cannot be used: {why}")
         state = llm.start(ids, params)
-        display = _Display(opened, thinking=not args.no_thinking_output, chat=chat)
+        display = Display(opened, thinking=not args.no_thinking_output, chat=chat)
         llm.model.trace_ops(args.trace_ops)
         try:
             for piece in llm.pieces(state):
@@ -258,44 +300,6 @@ def _write_text(args: argparse.Namespace) -> tuple[Metrics, list[tuple[Any, str,
                 sys.stdout.write("\n")
             sys.stdout.flush()
         return llm.output(state).metrics, llm.model.op_stats() if args.trace_ops else []
-
-
-class _Display:
-    """What is written of the text: on a terminal thinking is dim, and apart from the answer; a pipe carries
-    the text as it was generated. Without ``thinking`` both show the answer alone."""
-
-    def __init__(self, opened: bool, *, thinking: bool, chat: bool) -> None:
-        terminal = sys.stdout.isatty()
-        apart = not thinking or (chat and terminal)
-        self._splitter = ReasoningSplitter(opened=opened) if apart else None
-        self._thinking = thinking
-        self._dim = ("\x1b[2m", "\x1b[0m") if terminal and not os.environ.get("NO_COLOR") else ("", "")
-        self._last: str | None = None
-        self.in_a_line = False
-        """What was shown does not end with a line end."""
-
-    def push(self, text: str) -> str:
-        return self._shown(self._show(self._splitter.push(text)) if self._splitter is not None else text)
-
-    def flush(self) -> str:
-        return self._shown(self._show(self._splitter.flush()) if self._splitter is not None else "")
-
-    def _shown(self, text: str) -> str:
-        if visible := text.removesuffix(self._dim[1]):
-            self.in_a_line = not visible.endswith("\n")
-        return text
-
-    def _show(self, parts: list[Part]) -> str:
-        out = ""
-        for kind, text in parts:
-            if kind == "reasoning" and not self._thinking:
-                continue
-            if self._last not in (None, kind):
-                out, text = f"{out}\n\n", text.lstrip("\n")
-            self._last = kind
-            before, after = self._dim if kind == "reasoning" else ("", "")
-            out += f"{before}{text}{after}"
-        return out
 
 
 def _prompt(args: argparse.Namespace) -> str:
