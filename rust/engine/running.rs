@@ -1,7 +1,7 @@
 //! A sequence of the engine, from its submission to its end.
 
 use super::request::{Logprob, Request};
-use super::store::Held;
+use super::store::{Held, Store};
 use crate::error::Result;
 use crate::kernels::Isa;
 use crate::model::Logits;
@@ -97,6 +97,17 @@ impl Running {
             Logits::Last
         } else {
             Logits::None
+        }
+    }
+
+    /// Keeps the blocks that its last `rows` rows filled for others.
+    pub fn keep_full(&mut self, rows: usize, store: &mut Store) {
+        let (Some(block_rows), Some(held)) = (store.block_rows(), &mut self.held) else {
+            return;
+        };
+        let now = held.rows();
+        if now / block_rows > (now - rows) / block_rows {
+            store.keep(&self.request.salt, &self.tokens, held, false);
         }
     }
 

@@ -1,7 +1,6 @@
 //! Where the sequences of an engine keep their keys and values: in caches of their own, or in blocks of
 //! one pool, in which what sequences leave behind is found again.
 
-use super::running::Running;
 use crate::cache::{BlockPool, KvCache, PagedKvCache, PrefixTree};
 use crate::error::Result;
 use std::sync::Arc;
@@ -111,28 +110,11 @@ impl Store {
         }
     }
 
-    /// Keeps the blocks that its last `rows` rows filled.
-    pub fn keep_full(&mut self, sequence: &mut Running, rows: usize) {
-        let Some(block_rows) = self.block_rows() else {
-            return;
-        };
-        let Running { request, tokens, held: Some(held), .. } = sequence else {
-            return;
-        };
-        let now = held.rows();
-        if now / block_rows > (now - rows) / block_rows {
-            self.keep(&request.salt, tokens, held, false);
-        }
-    }
-
-    /// Whether so many blocks are free, once others are given back.
-    pub fn has(&self, blocks: usize) -> bool {
+    /// Blocks that are free, or are once others are given back.
+    pub fn available(&self) -> usize {
         match self {
-            Self::Own(_) => true,
-            Self::Shared { pool, tree } => {
-                let free = pool.free_blocks();
-                free >= blocks || free + tree.evictable() >= blocks
-            }
+            Self::Own(_) => usize::MAX,
+            Self::Shared { pool, tree } => pool.free_blocks() + tree.evictable(),
         }
     }
 
