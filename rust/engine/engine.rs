@@ -46,6 +46,8 @@ struct Core {
     pace: Pace,
     counters: Counters,
     logits: Vec<f32>,
+    /// The last pass was stopped for one that was cancelled.
+    stopped: bool,
 }
 
 /// What an engine has done, and what it holds now.
@@ -82,6 +84,7 @@ impl Engine {
             pace: Pace::default(),
             counters: Counters::default(),
             logits: Vec::new(),
+            stopped: false,
         };
         Ok(Self {
             model,
@@ -123,8 +126,10 @@ impl Engine {
 
     /// Ends a sequence: no event of it comes after the next step. One that has ended may be named too.
     pub fn cancel(&self, id: u64) {
-        lock(&self.inbox).cancelled.push(id);
+        let mut inbox = lock(&self.inbox);
+        inbox.cancelled.push(id);
         self.cancelling.store(true, Ordering::Release);
+        drop(inbox);
         self.arrived.notify_all();
     }
 
@@ -140,10 +145,11 @@ impl Engine {
         self.arrived.notify_all();
     }
 
-    /// What it has done, and what it held after the last step.
+    /// What it has done, and what it held after the last step; who runs and waits is as of now.
     pub fn counters(&self) -> Counters {
+        let inbox = lock(&self.inbox);
         let told = *lock(&self.told);
-        Counters { waiting: told.waiting + lock(&self.inbox).submitted.len(), ..told }
+        Counters { waiting: told.waiting + inbox.submitted.len(), ..told }
     }
 
     /// Waits up to `wait` for work, then runs one pass and returns what came of it.
@@ -169,7 +175,10 @@ impl Engine {
     fn receive_and_choose(&self, core: &mut Core) -> Vec<(u64, usize)> {
         self.receive(core);
         core.schedule.admit(&mut core.store, &self.limits);
-        core.schedule.choose(&mut core.store, &core.pace, &self.limits, self.clock.now())
+        let chosen = core.schedule.choose(&mut core.store, &core.pace, &self.limits, self.clock.now());
+        let mut told = lock(&self.told);
+        (told.running, told.waiting) = (core.schedule.running.len(), core.schedule.waiting.len());
+        chosen
     }
 
     fn wait(&self, wait: Duration) {
@@ -191,11 +200,12 @@ impl Engine {
     fn receive(&self, core: &mut Core) {
         let mut inbox = lock(&self.inbox);
         self.cancelling.store(false, Ordering::Release);
-        core.schedule.waiting.append(&mut inbox.submitted);
+        inbox.submitted.drain(..).for_each(|submitted| core.schedule.waiting.push(submitted));
+        lock(&self.told).waiting = core.schedule.waiting.len(); // with the inbox: nobody is missed
         let (cancelled, allowed) = (std::mem::take(&mut inbox.cancelled), std::mem::take(&mut inbox.allowed));
         drop(inbox);
         for (id, tokens) in allowed {
-            if let Some(sequence) = core.all().find(|s| s.id == id) {
+            if let Some(sequence) = core.sequence(id) {
                 sequence.allowed = Some(tokens);
             }
         }
@@ -206,11 +216,21 @@ impl Engine {
 
     fn run(&self, core: &mut Core, chosen: &[(u64, usize)], interrupt: Interrupt<'_>) -> Result<Vec<Event>> {
         let decodes = core.schedule.running.iter().any(|s| s.decodes() && has(chosen, s.id));
-        let stopped = || interrupt() || (!decodes && self.cancelling.load(Ordering::Acquire));
-        match self.pass(core, chosen, &stopped) {
+        // A pass of prompts stops for one of them that is cancelled. The next does so only if all are, so
+        // that the others come to their ends.
+        let again = core.stopped;
+        let cancelled = || {
+            let inbox = lock(&self.inbox);
+            let mut gone = chosen.iter().map(|(id, _)| inbox.cancelled.contains(id));
+            if again { gone.all(|gone| gone) } else { gone.any(|gone| gone) }
+        };
+        let stopped = || interrupt() || (!decodes && self.cancelling.load(Ordering::Acquire) && cancelled());
+        let events = self.pass(core, chosen, &stopped);
+        core.stopped = matches!(events, Err(Error::Interrupted)) && !interrupt();
+        match events {
             Ok(events) => Ok(events),
-            Err(Error::Interrupted) if interrupt() => Err(Error::Interrupted),
-            Err(Error::Interrupted) => Ok(Vec::new()), // the next step takes out who is cancelled
+            Err(Error::Interrupted) if core.stopped => Ok(Vec::new()), // the next step takes out who is cancelled
+            Err(Error::Interrupted) => Err(Error::Interrupted),
             Err(error) if chosen.len() == 1 => {
                 let id = chosen[0].0;
                 core.discard(id);
@@ -220,7 +240,12 @@ impl Engine {
                 // One of them fails: alone, each gives what it gives in any company.
                 let mut events = Vec::new();
                 for one in chosen {
-                    events.extend(self.run(core, &[*one], interrupt)?);
+                    match self.run(core, &[*one], interrupt) {
+                        Ok(more) => events.extend(more),
+                        // What the others gave is told; the rest come with the next step.
+                        Err(Error::Interrupted) if !events.is_empty() => break,
+                        Err(error) => return Err(error),
+                    }
                 }
                 Ok(events)
             }
@@ -231,7 +256,7 @@ impl Engine {
     fn pass(&self, core: &mut Core, chosen: &[(u64, usize)], stopped: Interrupt<'_>) -> Result<Vec<Event>> {
         let started = self.clock.now();
         let vocab = self.model.config().vocab_size;
-        let Core { schedule, store, pace, counters, logits } = core;
+        let Core { schedule, store, pace, counters, logits, .. } = core;
         let rows_of = |id: u64| chosen.iter().find(|(other, _)| *other == id).map_or(0, |(_, rows)| *rows);
         let mut part: Vec<&mut Running> = schedule.running.iter_mut().filter(|s| has(chosen, s.id)).collect();
         let chunks: Vec<_> =
@@ -374,8 +399,9 @@ impl Core {
         }
     }
 
-    fn all(&mut self) -> impl Iterator<Item = &mut Running> {
-        self.schedule.running.iter_mut().chain(&mut self.schedule.waiting)
+    fn sequence(&mut self, id: u64) -> Option<&mut Running> {
+        let Schedule { waiting, running, .. } = &mut self.schedule;
+        running.iter_mut().find(|s| s.id == id).or_else(|| waiting.get_mut(id))
     }
 
     /// Ends a sequence; what it has computed is kept for others.
@@ -394,14 +420,12 @@ impl Core {
 
     fn take_out(&mut self, id: u64) -> Option<Running> {
         let Schedule { waiting, running, .. } = &mut self.schedule;
-        for list in [running, waiting] {
-            if let Some(at) = list.iter().position(|s| s.id == id) {
-                let sequence = list.remove(at);
-                self.counters.cached_tokens += sequence.cached as u64;
-                return Some(sequence);
-            }
-        }
-        None
+        let sequence = match running.iter().position(|s| s.id == id) {
+            Some(at) => running.remove(at),
+            None => waiting.remove(id)?,
+        };
+        self.counters.cached_tokens += sequence.cached as u64;
+        Some(sequence)
     }
 }
 

@@ -12,6 +12,7 @@ mod request;
 mod running;
 mod schedule;
 mod store;
+mod waiting;
 
 pub use clock::{Clock, SystemClock};
 pub use engine::{Counters, Engine, Limits};

@@ -3,11 +3,14 @@
 use super::pace::Pace;
 use super::running::Running;
 use super::store::Store;
+use super::waiting::Waiting;
 use crate::model::PREFILL_ROWS;
 use std::time::Duration;
 
 /// How often others may be admitted before a request for which there is no room yet.
 const PASSED_AT_MOST: u32 = 16;
+/// Of those that wait so many are looked at in a step, however many they are.
+const LOOKED_AT: usize = 16;
 /// A waiting second counts like so many rows less of a prompt.
 const AGEING: f64 = 1024.0;
 /// What is left of a chunk's rows goes to another prompt if it is at least so much.
@@ -26,7 +29,7 @@ pub struct Limits {
 /// Sequences that wait and that run.
 #[derive(Default)]
 pub struct Schedule {
-    pub waiting: Vec<Running>,
+    pub waiting: Waiting,
     pub running: Vec<Running>,
     /// Who was preempted last: somebody else is next, if there is anybody.
     last_victim: Option<u64>,
@@ -36,40 +39,31 @@ pub struct Schedule {
 impl Schedule {
     /// Lets in those for whom there is room, the preempted first, then by priority and age.
     pub fn admit(&mut self, store: &mut Store, limits: &Limits) {
-        self.waiting.sort_by_key(|s| (s.preempted == 0, s.rank()));
         let mut at = 0;
-        while at < self.waiting.len() && self.running.len() < limits.max_num_seqs {
-            if self.has_room(at, store) {
-                let mut admitted = self.waiting.remove(at);
-                for passed in &mut self.waiting[..at] {
-                    passed.passed += 1;
+        let mut room = None; // counted once for all that are looked at
+        while at < LOOKED_AT && self.running.len() < limits.max_num_seqs {
+            let Some(next) = self.waiting.iter().nth(at) else {
+                return;
+            };
+            let room_now = *room.get_or_insert_with(|| {
+                let others: usize = self.running.iter_mut().map(|s| s.blocks_to_come() + 1).sum();
+                store.available().saturating_sub(others)
+            });
+            // Submission checked that it fits alone.
+            if self.running.is_empty() || needed(next, store) <= room_now {
+                let id = next.id;
+                self.waiting.iter_mut().take(at).for_each(|passed| passed.passed += 1);
+                if let Some(mut admitted) = self.waiting.remove(id) {
+                    take_up(&mut admitted, store);
+                    self.running.push(admitted);
                 }
-                take_up(&mut admitted, store);
-                self.running.push(admitted);
-            } else if self.waiting[at].passed < PASSED_AT_MOST && self.waiting[at].preempted == 0 {
+                room = None;
+            } else if next.passed < PASSED_AT_MOST && next.preempted == 0 {
                 at += 1; // a smaller one may pass
             } else {
                 return;
             }
         }
-    }
-
-    /// Room for its tokens and a block more, beside what those who run still need and a block for each of
-    /// them. Who was preempted before needs more, so that it does not soon happen again.
-    fn has_room(&mut self, at: usize, store: &Store) -> bool {
-        let next = &self.waiting[at];
-        if self.running.is_empty() {
-            return true; // submission checked that it fits alone
-        }
-        let rows = next.tokens.len();
-        let found = if next.may_share() { store.longest(&next.request.salt, &next.tokens) } else { 0 };
-        let left = next.request.prompt.len() + next.request.max_tokens - rows;
-        let more = if next.preempted == 0 { 0 } else { left.min(64 << next.preempted.min(20)) };
-        let own = store.blocks(rows + more, found) + 1;
-        // Those blocks of the tree that it would share are not to be given back for it.
-        let shared = store.blocks(found, 0);
-        let others: usize = self.running.iter_mut().map(|s| s.blocks_to_come() + 1).sum();
-        store.has(own + shared + others)
     }
 
     /// `(sequence, rows)` of the next pass. All decode steps go first, then chunks of prompts.
@@ -207,6 +201,19 @@ impl Schedule {
         };
         sequence
     }
+}
+
+/// Blocks that must be there for one that waits, beside what those who run still need and a block for each
+/// of them: its tokens and a block more. Who was preempted before needs more, so that it does not soon
+/// happen again.
+fn needed(next: &Running, store: &Store) -> usize {
+    let rows = next.tokens.len();
+    let found = if next.may_share() { store.longest(&next.request.salt, &next.tokens) } else { 0 };
+    let left = next.request.prompt.len() + next.request.max_tokens - rows;
+    let more = if next.preempted == 0 { 0 } else { left.min(64 << next.preempted.min(20)) };
+    let own = store.blocks(rows + more, found) + 1;
+    // Those blocks of the tree that it would share are not to be given back for it.
+    own + store.blocks(found, 0)
 }
 
 /// Gives a sequence a cache that begins with what is there of it.

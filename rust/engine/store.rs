@@ -110,14 +110,11 @@ impl Store {
         }
     }
 
-    /// Whether so many blocks are free, once others are given back.
-    pub fn has(&self, blocks: usize) -> bool {
+    /// Blocks that are free, or are once others are given back.
+    pub fn available(&self) -> usize {
         match self {
-            Self::Own(_) => true,
-            Self::Shared { pool, tree } => {
-                let free = pool.free_blocks();
-                free >= blocks || free + tree.evictable() >= blocks
-            }
+            Self::Own(_) => usize::MAX,
+            Self::Shared { pool, tree } => pool.free_blocks() + tree.evictable(),
         }
     }
 

@@ -5,13 +5,14 @@ mod common;
 
 use common::*;
 use proptest::prelude::*;
-use qwen_rs::cache::{BlockPool, KvCache};
+use qwen_rs::cache::{BlockPool, KvCache, KvShape};
 use qwen_rs::engine::{Clock, Engine, Event, Limits, Outcome, Request, Store};
 use qwen_rs::kernels::Isa;
 use qwen_rs::linear::WeightDtype;
 use qwen_rs::model::Model;
 use qwen_rs::sampler::{Sampler, SamplerConfig};
-use qwen_rs::tensor::KvDtype;
+use qwen_rs::tensor::{KvDtype, Rows, Tensor};
+use qwen_rs::threads::Threads;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -334,4 +335,151 @@ fn a_constrained_sequence_waits_for_what_is_allowed() {
         take(step(&engine), &mut results);
     }
     assert_eq!(results[&id].0, [17, 3]);
+}
+
+/// Steps until somebody ends, with an interrupt that looks at each of a pass's layers.
+fn steps_until_the_end(engine: &Engine, interrupt: &(dyn Fn() -> bool + Sync), most: usize) -> Told {
+    let mut results = BTreeMap::new();
+    for _ in 0..most {
+        for id in take(engine.step(Duration::ZERO, interrupt).unwrap(), &mut results) {
+            return results.remove(&id).unwrap();
+        }
+    }
+    panic!("nobody ends");
+}
+
+#[test]
+fn cancelling_others_does_not_stop_a_prompt() {
+    // One that runs alone, while those that wait or have ended are cancelled at every layer.
+    let (engine, _) = engine(400, 1, 3);
+    let long = request(tokens(&MODEL, 200, 1), 2, 0);
+    engine.submit(long.clone()).unwrap();
+    let interrupt = || {
+        let waits = engine.submit(request(tokens(&MODEL, 9, 2), 2, 0)).unwrap();
+        engine.cancel(waits);
+        engine.cancel(u64::MAX);
+        false
+    };
+    assert_eq!(steps_until_the_end(&engine, &interrupt, 100), alone(&long));
+}
+
+#[test]
+fn a_prompt_comes_to_its_end_whoever_is_cancelled_beside_it() {
+    // In every pass there is somebody who is cancelled in it.
+    let (engine, _) = engine(400, 8, 3);
+    let long = request(tokens(&MODEL, 200, 1), 1, 0);
+    let id = engine.submit(long.clone()).unwrap();
+    let mut results = BTreeMap::new();
+    for round in 0..200 {
+        let beside = engine.submit(request(tokens(&MODEL, 3, round), 2, 0)).unwrap();
+        let interrupt = || {
+            engine.cancel(beside);
+            false
+        };
+        let ended = take(engine.step(Duration::ZERO, &interrupt).unwrap(), &mut results);
+        if ended.contains(&id) {
+            assert_eq!(results[&id], alone(&long));
+            return;
+        }
+    }
+    panic!("it does not end");
+}
+
+#[test]
+fn who_waits_is_counted_while_a_pass_runs() {
+    let (engine, _) = engine(400, 1, 3);
+    for i in 0..5 {
+        engine.submit(request(tokens(&MODEL, 30, i), 2, 0)).unwrap();
+    }
+    let seen = std::sync::Mutex::new(Vec::new());
+    let interrupt = || {
+        let counters = engine.counters();
+        seen.lock().unwrap().push((counters.running, counters.waiting));
+        false
+    };
+    assert_eq!(engine.counters().waiting, 5);
+    engine.step(Duration::ZERO, &interrupt).unwrap();
+    let seen = seen.into_inner().unwrap();
+    assert!(!seen.is_empty() && seen.iter().all(|&counts| counts == (1, 4)), "{seen:?}");
+}
+
+/// A cache that gets no memory for its prompt, if it is to fail.
+struct Failing(qwen_rs::cache::BasicKvCache, bool, Arc<AtomicU64>);
+
+impl KvCache for Failing {
+    fn reserve(&mut self, rows: usize) -> qwen_rs::error::Result<()> {
+        if self.1 {
+            self.2.fetch_add(1, Ordering::Relaxed);
+            return Err(qwen_rs::error::Error::cache("no memory"));
+        }
+        self.0.reserve(rows)
+    }
+    fn set_prefill(
+        &mut self,
+        layer: usize,
+        k: Rows<'_>,
+        v: Rows<'_>,
+        threads: Option<&Threads>,
+    ) -> qwen_rs::error::Result<()> {
+        self.0.set_prefill(layer, k, v, threads)
+    }
+    fn push_rows(
+        &mut self,
+        layer: usize,
+        k: Rows<'_>,
+        v: Rows<'_>,
+        threads: Option<&Threads>,
+    ) -> qwen_rs::error::Result<()> {
+        self.0.push_rows(layer, k, v, threads)
+    }
+    fn materialize(&self, layer: usize) -> qwen_rs::error::Result<(Tensor, Tensor)> {
+        self.0.materialize(layer)
+    }
+    fn seq_len(&self) -> usize {
+        self.0.seq_len()
+    }
+    fn num_layers(&self) -> usize {
+        self.0.num_layers()
+    }
+    fn shape(&self) -> KvShape {
+        self.0.shape()
+    }
+    fn dtype(&self) -> KvDtype {
+        self.0.dtype()
+    }
+    fn truncate(&mut self, rows: usize) {
+        self.0.truncate(rows);
+    }
+    fn kv_bytes(&self) -> usize {
+        self.0.kv_bytes()
+    }
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+}
+
+#[test]
+fn an_interrupt_after_one_has_failed_loses_nobodys_token() {
+    // Of three prompts in a pass the second fails, so each runs alone; the third is interrupted then.
+    let failures = Arc::new(AtomicU64::new(0));
+    let (count, made) = (failures.clone(), AtomicU64::new(0));
+    let new = move || -> Box<dyn KvCache> {
+        let second = made.fetch_add(1, Ordering::Relaxed) == 1;
+        Box::new(Failing(MODEL.basic_cache(KvDtype::F32), second, count.clone()))
+    };
+    let limits = Limits { max_num_seqs: 8, step_goal: None };
+    let clock = Box::new(Jumps(AtomicU64::new(0), 3));
+    let engine = Engine::new(MODEL.clone(), Store::Own(Box::new(new)), limits, clock).unwrap();
+    let requests: Vec<_> = (0..3).map(|i| request(tokens(&MODEL, 5, i), 1, i)).collect();
+    let ids: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let told = engine.step(Duration::ZERO, &|| failures.load(Ordering::Relaxed) >= 2).unwrap();
+    let mut results = BTreeMap::new();
+    let (failed, rest): (Vec<_>, Vec<_>) =
+        told.into_iter().partition(|event| matches!(event.outcome, Outcome::Failed(_)));
+    assert_eq!(failed.iter().map(|event| event.id).collect::<Vec<_>>(), [ids[1]]);
+    assert_eq!(take(rest, &mut results), [ids[0]]);
+    assert_eq!(take(step(&engine), &mut results), [ids[2]]);
+    for at in [0, 2] {
+        assert_eq!(results[&ids[at]], alone(&requests[at]));
+    }
 }
