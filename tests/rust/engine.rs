@@ -41,8 +41,8 @@ fn engine(blocks: usize, max_num_seqs: usize, jumps: u64) -> (Engine, Arc<BlockP
 }
 
 fn request(prompt: Vec<u32>, max_tokens: usize, seed: u64) -> Request {
-    let temperature = if seed % 3 == 0 { 0.0 } else { 1.0 };
-    let penalty = if seed % 2 == 0 { 1.0 } else { 1.3 };
+    let temperature = if seed.is_multiple_of(3) { 0.0 } else { 1.0 };
+    let penalty = if seed.is_multiple_of(2) { 1.0 } else { 1.3 };
     Request {
         prompt,
         max_tokens,
@@ -52,9 +52,9 @@ fn request(prompt: Vec<u32>, max_tokens: usize, seed: u64) -> Request {
             seed,
             ..SamplerConfig::default()
         },
-        logit_bias: if seed % 5 == 0 { vec![(1, 2.5), (7, -1.0)] } else { Vec::new() },
+        logit_bias: if seed.is_multiple_of(5) { vec![(1, 2.5), (7, -1.0)] } else { Vec::new() },
         ends: Vec::new(),
-        logprobs: (seed % 4 == 0).then_some(2),
+        logprobs: seed.is_multiple_of(4).then_some(2),
         prompt_logprobs: None,
         salt: String::new(),
         priority: 0,
@@ -247,7 +247,7 @@ fn prompts_that_begin_alike_are_computed_once() {
     let told = [&requests[0].prompt[..], &results[0].0[..]].concat();
     let before = engine.counters().cached_tokens;
     let next = request([&told[..], &[9, 9]].concat(), 3, 4);
-    assert_eq!(together(&engine, &[next.clone()])[0], alone(&next));
+    assert_eq!(together(&engine, std::slice::from_ref(&next))[0], alone(&next));
     assert_eq!(engine.counters().cached_tokens - before, told.len() as u64 - 1);
 }
 
@@ -341,8 +341,8 @@ fn a_constrained_sequence_waits_for_what_is_allowed() {
 fn steps_until_the_end(engine: &Engine, interrupt: &(dyn Fn() -> bool + Sync), most: usize) -> Told {
     let mut results = BTreeMap::new();
     for _ in 0..most {
-        for id in take(engine.step(Duration::ZERO, interrupt).unwrap(), &mut results) {
-            return results.remove(&id).unwrap();
+        if let Some(id) = take(engine.step(Duration::ZERO, interrupt).unwrap(), &mut results).first() {
+            return results.remove(id).unwrap();
         }
     }
     panic!("nobody ends");
