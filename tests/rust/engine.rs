@@ -54,7 +54,11 @@ fn request(prompt: Vec<u32>, max_tokens: usize, seed: u64) -> Request {
         },
         logit_bias: if seed.is_multiple_of(5) { vec![(1, 2.5), (7, -1.0)] } else { Vec::new() },
         ends: Vec::new(),
+<<<<<<< HEAD
         logprobs: (seed.is_multiple_of(4)).then_some(2),
+=======
+        logprobs: seed.is_multiple_of(4).then_some(2),
+>>>>>>> 3b5c52c06b8e37dad585d0eb603966e451d85eca
         prompt_logprobs: None,
         salt: String::new(),
         priority: 0,
@@ -341,8 +345,8 @@ fn a_constrained_sequence_waits_for_what_is_allowed() {
 fn steps_until_the_end(engine: &Engine, interrupt: &(dyn Fn() -> bool + Sync), most: usize) -> Told {
     let mut results = BTreeMap::new();
     for _ in 0..most {
-        for id in take(engine.step(Duration::ZERO, interrupt).unwrap(), &mut results) {
-            return results.remove(&id).unwrap();
+        if let Some(id) = take(engine.step(Duration::ZERO, interrupt).unwrap(), &mut results).first() {
+            return results.remove(id).unwrap();
         }
     }
     panic!("nobody ends");
