@@ -54,11 +54,7 @@ fn request(prompt: Vec<u32>, max_tokens: usize, seed: u64) -> Request {
         },
         logit_bias: if seed.is_multiple_of(5) { vec![(1, 2.5), (7, -1.0)] } else { Vec::new() },
         ends: Vec::new(),
-<<<<<<< HEAD
-        logprobs: (seed.is_multiple_of(4)).then_some(2),
-=======
         logprobs: seed.is_multiple_of(4).then_some(2),
->>>>>>> 3b5c52c06b8e37dad585d0eb603966e451d85eca
         prompt_logprobs: None,
         salt: String::new(),
         priority: 0,
