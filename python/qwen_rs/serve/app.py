@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -123,11 +124,19 @@ async def health(request: Request) -> Response:
     return as_json({"status": "ok"})
 
 
+async def metrics(request: Request) -> Response:
+    service = _state(request).service
+    if service is None:
+        raise RequestError(503, "the model is being loaded", retry_after=5)
+    return Response(service.worker.measures.text(), media_type=CONTENT_TYPE_LATEST)
+
+
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{name:path}", model, methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
     Route("/health", health, methods=["GET"]),
 ]
 
