@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -88,3 +89,13 @@ def test_5_a_cancelled_neighbour_changes_nobody_s_bits(served: Served, folder: P
         assert choice["text"] == alone.text
         expected = [row[t] for t, row in zip(alone.token_ids, alone.logprobs or [], strict=True)]
         assert choice["logprobs"]["token_logprobs"] == expected
+
+
+def test_sigterm_lets_what_runs_end_and_takes_no_more(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, tmp_path / "log") as own, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(own.post, "/v1/completions", LONG)
+        until(lambda: live(own) == 1)
+        own.process.send_signal(signal.SIGTERM)
+        assert running.result().json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        assert own.process.wait(GUARD) == 0
+        assert "Traceback" not in own.log.read_text()
