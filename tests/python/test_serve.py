@@ -114,3 +114,28 @@ def test_every_frame_is_json_and_the_last_is_done(served: Served) -> None:
     response = served.post("/v1/completions", {"prompt": "Emma", "stream": True, **SETTINGS})
     assert response.headers["content-type"].startswith("text/event-stream")
     assert all(frame["object"] == "text_completion" for frame in events(response.text))
+
+
+def test_tokenize_and_detokenize_are_the_tokenizer_s(served: Served, llm: LLM) -> None:
+    for prompt in (*PROMPTS, "", "<|im_start|>x"):
+        answer = served.post("/tokenize", {"prompt": prompt}).json()
+        assert answer["tokens"] == llm.tokenizer.encode(prompt) and answer["count"] == len(answer["tokens"])
+        assert served.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": prompt}
+    for tokens in ([-1], [10**9], [1.5], "a"):
+        assert served.post("/detokenize", {"tokens": tokens}).status_code == 400
+
+
+def test_24_echo_tells_the_prompt_s_log_probabilities_cold_and_warm(served: Served, llm: LLM) -> None:
+    """As lm-evaluation-harness asks: lists of token ids, one token more, the likeliest beside each."""
+    prompts = [llm.tokenizer.encode(prompt * 40) for prompt in PROMPTS[:2]]
+    body = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1}
+    served.post("/v1/completions", {**body, "echo": False})
+    answers = [served.post("/v1/completions", body).json()["choices"] for _ in range(2)]
+    assert [c["logprobs"] for c in answers[0]] == [c["logprobs"] for c in answers[1]]
+    for ids, choice in zip(prompts, answers[0], strict=True):
+        rows = choice["logprobs"]
+        assert len(rows["token_logprobs"]) == len(rows["tokens"]) == len(ids) + 1
+        assert rows["token_logprobs"][0] is None and rows["top_logprobs"][0] is None
+        alone = llm.generate(ids[:1], SamplingParams(max_tokens=1, logprobs=4096, temperature=0)).logprobs
+        assert alone is not None and rows["token_logprobs"][1] == alone[0][ids[1]]
+        assert choice["text"].startswith(llm.tokenizer.decode(ids))

@@ -12,6 +12,8 @@ import openai
 import pytest
 from served import Served, chatting, events, serving
 
+from qwen_rs.cli import main
+
 COMPLETION: dict[str, Any] = {"prompt": "Emma", "max_tokens": 2, "temperature": 0}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 2}
 KEY = "a key"
@@ -218,3 +220,12 @@ def _client(body: dict[str, Any]) -> dict[str, Any]:
     """Fields as the openai client takes them."""
     own = {k: v for k, v in body.items() if k != "ignore_eos"}
     return {**own, "extra_body": {"ignore_eos": True}} if "ignore_eos" in body else own
+
+
+def test_without_the_extra_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["serve"]) == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "pip install 'qwen-rs[serve]'" in line

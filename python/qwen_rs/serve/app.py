@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import sys
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -22,10 +24,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..engine.prompts import check_ids
 from .answer import Answer, as_json, failure
 from .errors import RequestError
 from .options import Options
-from .protocol import ChatRequest, CompletionRequest, decode
+from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, decode
 from .service import Service
 
 MAX_BODY = 64 << 20
@@ -123,11 +126,41 @@ async def health(request: Request) -> Response:
     return as_json({"status": "ok"})
 
 
+async def tokenize(request: Request) -> Response:
+    service = _state(request).ready()
+    asked = decode(await _body(request), TokenizeRequest)
+    service.check_model(asked.model)
+    tokens = await asyncio.to_thread(service.llm.tokenizer.encode, asked.prompt)
+    return as_json({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_context})
+
+
+async def detokenize(request: Request) -> Response:
+    service = _state(request).ready()
+    asked = decode(await _body(request), DetokenizeRequest)
+    service.check_model(asked.model)
+    try:
+        check_ids(asked.tokens, int(service.llm.config["vocab_size"]))
+    except ValueError as error:
+        raise RequestError(400, f"tokens: {error}", param="tokens") from None
+    decoded = functools.partial(service.llm.tokenizer.decode, skip_special_tokens=False)
+    return as_json({"prompt": await asyncio.to_thread(decoded, asked.tokens)})
+
+
+async def metrics(request: Request) -> Response:
+    service = _state(request).service
+    if service is None:
+        raise RequestError(503, "the model is being loaded", retry_after=5)
+    return Response(service.worker.measures.text(), media_type=CONTENT_TYPE_LATEST)
+
+
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/models", models, methods=["GET"]),
     Route("/v1/models/{name:path}", model, methods=["GET"]),
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+    Route("/metrics", metrics, methods=["GET"]),
     Route("/health", health, methods=["GET"]),
 ]
 

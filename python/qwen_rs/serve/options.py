@@ -84,6 +84,12 @@ class Options:
     tls_cert: str | None = None
     tls_key: str | None = None
 
+    @property
+    def name(self) -> str:
+        """The model's, as clients call it: a hub id, or the name of a directory."""
+        hub = self.model.count("/") == 1 and not Path(self.model).exists()
+        return self.model if hub else Path(self.model).resolve().name
+
     @classmethod
     def of(cls, args: argparse.Namespace) -> Options:
         """

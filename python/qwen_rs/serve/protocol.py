@@ -177,6 +177,20 @@ class ChatRequest(Sampling, kw_only=True):
         return None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
 
 
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """``POST /tokenize``."""
+
+    prompt: str
+    model: str | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """``POST /detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
 Request = TypeVar("Request")
 
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 from .. import __version__
@@ -44,9 +43,9 @@ class Service:
 
     def __init__(self, llm: LLM, options: Options) -> None:
         self.llm, self.options = llm, options
-        self.worker = Worker(llm, max_queued=options.max_queued_requests)
         self.created = int(time.time())
-        self.name = options.model if options.model.count("/") == 1 else Path(options.model).name
+        self.name = options.name
+        self.worker = Worker(llm, self.name, max_queued=options.max_queued_requests)
         self.fingerprint = _fingerprint(llm)
         blocks = int(llm.generation.engine.counters()["blocks"])
         # The engine keeps a block free; the last token is never run.

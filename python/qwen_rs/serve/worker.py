@@ -11,6 +11,7 @@ from ..engine.generation import Generation
 from ..engine.llm import LLM
 from ..engine.sequence import SequenceState
 from .errors import RequestError
+from .measures import Clock, Measures
 
 IDLE_WAIT = 1.0
 """Seconds that a step waits for work, and so how often an idle engine beats."""
@@ -38,16 +39,24 @@ class Reader:
         self.taken = 0
         """Tokens that the reader has taken."""
         self.ended = False
+        self.clock = Clock()
 
     def tell(self, news: News) -> None:
+        """Adds what is new to what has not been taken."""
         if self.news is not None:
             news.text = self.news.text + news.text
         self.news = news
         self.changed.set()
 
     @property
+    def tokens(self) -> int:
+        """Tokens that are known of."""
+        return self.taken if self.news is None else self.news.tokens
+
+    @property
     def behind(self) -> int:
-        return 0 if self.news is None else self.news.tokens - self.taken
+        """Tokens that the reader has not taken."""
+        return self.tokens - self.taken
 
     def take(self) -> News | None:
         """What is new, or None."""
@@ -62,14 +71,19 @@ class Worker:
 
     Args:
         llm: what generates.
+        name: the model's, for its measures.
         max_queued: sequences that may wait beside the ``llm.max_num_seqs`` that run.
+
+    Attributes:
+        beat: when the last step ended, as ``time.monotonic`` tells it.
+        failure: what ended the thread before it was told to end.
     """
 
-    def __init__(self, llm: LLM, *, max_queued: int) -> None:
+    def __init__(self, llm: LLM, name: str, *, max_queued: int) -> None:
         self.llm, self.max_queued = llm, max_queued
         self.generation: Generation = llm.generation
+        self.measures = Measures(self.generation.engine, name)
         self.beat = time.monotonic()
-        """When the last step ended."""
         self.failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
         self._readers: dict[int, Reader] = {}
@@ -109,8 +123,10 @@ class Worker:
     def cancel(self, readers: list[Reader]) -> None:
         """Lets go of those that have not ended."""
         for reader in readers:
-            self._readers.pop(id(reader.sequence), None)
-            self.generation.cancel(reader.sequence)
+            if self._readers.pop(id(reader.sequence), None) is not None:
+                self.generation.cancel(reader.sequence)
+                self.generation.engine.wake()  # a step that then waits for work would tell old counters
+                self.measures.cancelled()
 
     def close(self) -> None:
         """Ends the thread, after its step."""
@@ -138,9 +154,13 @@ class Worker:
         for sequence, news in all_news:
             if (reader := self._readers.get(id(sequence))) is None:
                 continue
+            before = reader.tokens
             reader.tell(news)
+            if reader.tokens > before:
+                self.measures.token(reader.clock, reader.tokens - before)
             if news.finish_reason is not None:
                 del self._readers[id(sequence)]
+                self.measures.ended(reader.clock, news.finish_reason, len(sequence.prompt_ids), reader.tokens)
             elif reader.behind > MAX_BEHIND:
                 sequence.fail(RequestError(503, "the reader is too slow"))
                 self.cancel([reader])
