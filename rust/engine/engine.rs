@@ -161,6 +161,7 @@ impl Engine {
         let core = &mut *core;
         let mut chosen = self.receive_and_choose(core);
         if chosen.is_empty() && !wait.is_zero() {
+            *lock(&self.told) = core.counters(); // of who was cancelled
             self.wait(wait);
             chosen = self.receive_and_choose(core);
         }

@@ -483,3 +483,22 @@ fn an_interrupt_after_one_has_failed_loses_nobodys_token() {
         assert_eq!(results[&ids[at]], alone(&requests[at]));
     }
 }
+
+#[test]
+fn who_was_cancelled_is_counted_while_the_engine_waits_for_work() {
+    let (engine, pool) = engine(400, 8, 3);
+    let id = engine.submit(request(tokens(&MODEL, 20, 1), 50, 0)).unwrap();
+    step(&engine);
+    assert_eq!(engine.counters().running, 1);
+    engine.cancel(id);
+    std::thread::scope(|scope| {
+        scope.spawn(|| engine.step(Duration::from_secs(60), &|| false).unwrap());
+        while engine.counters().running > 0
+            || engine.counters().free_blocks + engine.counters().cached_blocks < 400
+        {
+            std::thread::yield_now();
+        }
+        engine.wake();
+    });
+    assert!(pool.free_blocks() < 400); // what it had computed is kept for others
+}
