@@ -35,6 +35,8 @@ PACKAGE = {
         "checkpoint",
         "serve",
         "cli",
+        "display",
+        "terminal_chat",
         "bench",
         "bench_serve",
         "_core",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from .._core import Engine, Event
@@ -26,6 +28,7 @@ class Generation:
         self._sequences: dict[int, SequenceState] = {}
         self._turn = threading.Condition()
         self._leader: int | None = None
+        self._events: deque[Event] = deque()
 
     @property
     def leads(self) -> bool:
@@ -45,7 +48,9 @@ class Generation:
 
     def cancel(self, sequence: SequenceState) -> None:
         """Lets go of a sequence, if it has not ended."""
-        if self._sequences.pop(sequence.id, None) is not None:
+        with self._turn:
+            known = self._sequences.pop(sequence.id, None)
+        if known is not None:
             self.engine.cancel(sequence.id)
 
     def pieces(self, sequence: SequenceState) -> Iterator[Piece]:
@@ -54,15 +59,16 @@ class Generation:
         Raises:
             CacheError, ModelError, MemoryError: what ended it.
         """
-        self.submit(sequence)
         try:
-            while sequence.finish_reason is None:
+            self.submit(sequence)
+            ended = False
+            while not ended:
                 self.advance(sequence)
-                while sequence.texts:
-                    text = sequence.texts.popleft()
-                    last = sequence.finish_reason is not None and not sequence.texts
-                    if text or last:
-                        yield sequence.piece(text, last=last)
+                with self._turn:  # nobody deals meanwhile
+                    pieces, ended = sequence.pieces(), sequence.finish_reason is not None
+                yield from pieces
+                if sequence.error is not None:
+                    raise sequence.error
         finally:
             self.cancel(sequence)
 
@@ -75,50 +81,46 @@ class Generation:
         submitted: list[SequenceState] = []
         try:
             for sequence in sequences:
-                self.submit(sequence)
                 submitted.append(sequence)
+                self.submit(sequence)
             for sequence in sequences:
                 while sequence.finish_reason is None:
                     self.advance(sequence)
+                if sequence.error is not None:
+                    raise sequence.error
                 yield sequence
         finally:
             for sequence in submitted:
                 self.cancel(sequence)
 
     def advance(self, sequence: SequenceState) -> None:
-        """Returns when a sequence has something new.
-
-        Raises:
-            CacheError, ModelError, MemoryError: what ended it.
-        """
-        with self._turn:
-            while not sequence.news and self._leader is not None:
-                self._turn.wait()
-            if not sequence.news:
-                self._leader = threading.get_ident()
-        if self.leads:
-            try:
+        """Returns when a sequence has something new, or has ended."""
+        try:
+            with self._turn:
+                while not sequence.news and self._leader is not None:
+                    self._turn.wait()
+                if not sequence.news:
+                    self._leader = threading.get_ident()
+            if self.leads:
                 while not sequence.news:
                     self.step()
-            finally:
-                with self._turn:
-                    self._leader = None
-                    self._turn.notify_all()
+        finally:
+            if self.leads:
+                self._give_up_the_lead()
         sequence.news = False
-        if sequence.error is not None:
-            raise sequence.error
 
     def step(self, wait: float = 0.05) -> list[SequenceState]:
         """One step of the engine; returns the sequences that it has news of."""
-        events = self.engine.step(wait)
-        with self._turn:  # whoever submits holds it until the sequence is known
-            told = {s.id: s for event in events if (s := self._sequences.get(event.id)) is not None}
-        for event in events:
-            if (sequence := self._sequences.get(event.id)) is not None:
-                self._deal(sequence, event)
-        if told:
-            with self._turn:
-                self._turn.notify_all()
+        # No bytecode lies between the step and the store: what Ctrl-C leaves untold is told the next time.
+        self._events.extend(itertools.chain.from_iterable(map(self.engine.step, (wait,))))
+        told: dict[int, SequenceState] = {}
+        with self._turn:
+            while self._events:
+                event = self._events.popleft()
+                if (sequence := self._sequences.get(event.id)) is not None:
+                    told[sequence.id] = sequence
+                    self._deal(sequence, event)
+            self._turn.notify_all()
         return list(told.values())
 
     def lead(
@@ -139,9 +141,12 @@ class Generation:
             while going():
                 told(self.step(wait))
         finally:
-            with self._turn:
-                self._leader = None
-                self._turn.notify_all()
+            self._give_up_the_lead()
+
+    def _give_up_the_lead(self) -> None:
+        with self._turn:
+            self._leader = None
+            self._turn.notify_all()
 
     def _deal(self, sequence: SequenceState, event: Event) -> None:
         try:
@@ -150,11 +155,15 @@ class Generation:
                 self._allow(sequence)
         except Exception as error:  # of this sequence's text: it is nobody else's
             sequence.fail(error)
-        sequence.news = True
-        if sequence.finish_reason is not None:
-            self._sequences.pop(sequence.id, None)  # another thread may have let go of it
-            if not event.last:
-                self.engine.cancel(sequence.id)
+        except BaseException:  # Ctrl-C, of whoever leads
+            sequence.fail(RuntimeError("an interrupt came between a token and its text"))
+            raise
+        finally:
+            sequence.news = True
+            if sequence.finish_reason is not None:
+                del self._sequences[sequence.id]
+                if not event.last:
+                    self.engine.cancel(sequence.id)
 
     def _allow(self, sequence: SequenceState) -> None:
         if sequence.constraint is not None:

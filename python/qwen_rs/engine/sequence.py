@@ -58,6 +58,7 @@ class SequenceState:
         room = self.max_context - len(self.prompt_ids)
         self._most = room if p.max_tokens is None else min(p.max_tokens, room)
         self._told = 0
+        self._ending: tuple[str, int | str | None] | None = None
 
     def settings(self) -> dict[str, Any]:
         """What the engine is told beside the prompt."""
@@ -99,6 +100,9 @@ class SequenceState:
         text = self._text_of(token)
         self.text += text
         self.texts.append(text)
+        if self._ending is not None:  # last of all: who waits for the end reads what is there then
+            reason, self.stop_reason = self._ending
+            self.finish_reason = reason
 
     def fail(self, error: BaseException) -> None:
         """Ends it with an error."""
@@ -124,11 +128,18 @@ class SequenceState:
                 text += last
             if stop is not None:
                 reason, cause = "stop", stop
-        self.finish_reason, self.stop_reason = reason, cause
+        self._ending = reason, cause
         return text
 
-    def piece(self, text: str, *, last: bool) -> Piece:
-        """``text`` with the tokens that no piece has told of."""
-        now = len(self.token_ids) - len(self.texts)  # a text for each token, taken in turn
-        new, self._told = self.token_ids[self._told : now], now
-        return Piece(text=text, token_ids=new, finish_reason=self.finish_reason if last else None)
+    def pieces(self) -> list[Piece]:
+        """What no piece has told of: a piece for each token that set text free, and for the last."""
+        pieces = []
+        texts, first = list(self.texts), len(self.token_ids) - len(self.texts)  # a text for each token
+        self.texts.clear()
+        for at, text in enumerate(texts, first + 1):
+            last = at == len(self.token_ids) and self.finish_reason is not None and self.error is None
+            if text or last:
+                new, self._told = self.token_ids[self._told : at], at
+                reason = self.finish_reason if last else None
+                pieces.append(Piece(text=text, token_ids=new, finish_reason=reason))
+        return pieces
