@@ -285,6 +285,7 @@ impl Engine {
             false => pace.saw_prefill(&chunks, decodes, took),
         }
         counters.steps += 1;
+        counters.prompt_tokens += chunks.iter().map(|&(_, rows)| rows as u64).sum::<u64>();
         counters.busy += took;
         let mut work = Vec::with_capacity(part.len());
         let mut rest = &logits[..values];
@@ -298,7 +299,6 @@ impl Engine {
             let (own, others) = rest.split_at(count * vocab);
             rest = others;
             sequence.took += took;
-            counters.prompt_tokens += if sequence.decodes() { 0 } else { rows as u64 };
             sequence.keep_full(rows, store);
             work.push(Work { sequence, rows, logits: own, token: None });
         }

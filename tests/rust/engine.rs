@@ -243,6 +243,8 @@ fn prompts_that_begin_alike_are_computed_once() {
     // Five find the ten full blocks that the first has computed.
     let counters = engine.counters();
     assert!(counters.cached_tokens >= 5 * 40, "{counters:?}");
+    assert_eq!(counters.prompt_tokens + counters.cached_tokens, 6 * 46);
+    assert_eq!(counters.generated_tokens, 6 * 4);
     // And what a sequence said is found again, into its last block.
     let told = [&requests[0].prompt[..], &results[0].0[..]].concat();
     let before = engine.counters().cached_tokens;
