@@ -5,6 +5,7 @@ use super::running::Running;
 use super::store::Store;
 use super::waiting::Waiting;
 use crate::model::PREFILL_ROWS;
+use std::cmp::Reverse;
 use std::time::Duration;
 
 /// How often others may be admitted before a request for which there is no room yet.
@@ -111,10 +112,10 @@ impl Schedule {
             if rows == 0 || (!taken.is_empty() && rows < sequence.ready().min(WORTH_A_CHUNK)) {
                 break;
             }
-            taken.push(id); // whether or not it has room: others that begin alike wait for it
             if !self.room_for(id, rows, &chosen, store) {
-                continue;
+                continue; // and nobody waits for it: the oldest goes on, whoever begins alike
             }
+            taken.push(id);
             share -= rows as f64 / most as f64;
             chosen.push((id, rows));
         }
@@ -181,7 +182,7 @@ impl Schedule {
         let oldest = self.oldest();
         let last = self.last_victim;
         let victims = self.running.iter().enumerate().filter(|(_, s)| Some(s.id) != oldest);
-        let Some((at, _)) = victims.min_by_key(|(_, s)| (Some(s.id) == last, s.rows(), s.rank())) else {
+        let Some((at, _)) = victims.min_by_key(|(_, s)| (Some(s.id) == last, s.rows(), Reverse(s.rank()))) else {
             return false;
         };
         let mut victim = self.running.remove(at);
