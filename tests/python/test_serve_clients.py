@@ -82,6 +82,7 @@ def test_5_a_cancelled_neighbour_changes_nobody_s_bits(served: Served, folder: P
         answers = [pool.submit(served.post, "/v1/completions", body) for _ in range(4)]
         while not all(answer.done() for answer in answers):
             connect(served, LONG).close()
+            time.sleep(0.02)
     until(lambda: live(served) == 0)
     assert served.metric("requests_cancelled_total") > cancelled
     for answer in answers:

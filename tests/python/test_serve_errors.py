@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import openai
 import pytest
-from served import Served, chatting, events, serving
+from served import GUARD, Served, chatting, events, serving
 
 from qwen_rs.cli import main
 
@@ -209,7 +210,10 @@ def test_the_log_has_a_line_for_a_request_and_nothing_of_what_was_said(served: S
         "/v1/completions", json={**COMPLETION, "prompt": "a secret"}, headers={"x-request-id": "abc123"}
     )
     assert response.headers["x-request-id"] == "abc123"
-    log = served.log.read_text()
+    deadline = time.monotonic() + GUARD
+    while "abc123" not in (log := served.log.read_text()):  # the line comes after the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     (line,) = [line for line in log.splitlines() if "abc123" in line]
     entry = json.loads(line)
     assert (entry["path"], entry["status"], entry["method"]) == ("/v1/completions", 200, "POST")
