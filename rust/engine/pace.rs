@@ -18,7 +18,7 @@ const LEAST: usize = 8;
 const GRAIN: usize = 2;
 
 /// What a step may take, in goals, when decode steps alone take much of one.
-const STRETCHED: f64 = 1.7;
+const STRETCHED: f64 = 1.6;
 /// What a step of prompts alone may take, in goals.
 const ALONE: f64 = 4.0;
 

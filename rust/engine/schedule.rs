@@ -182,7 +182,8 @@ impl Schedule {
         let oldest = self.oldest();
         let last = self.last_victim;
         let victims = self.running.iter().enumerate().filter(|(_, s)| Some(s.id) != oldest);
-        let Some((at, _)) = victims.min_by_key(|(_, s)| (Some(s.id) == last, s.rows(), Reverse(s.rank()))) else {
+        let Some((at, _)) = victims.min_by_key(|(_, s)| (Some(s.id) == last, s.rows(), Reverse(s.rank())))
+        else {
             return false;
         };
         let mut victim = self.running.remove(at);
