@@ -293,7 +293,8 @@ pub fn log_probabilities(logits: &[f32], token: u32, count: usize) -> Vec<(u32, 
     // One order of summation, and one `exp`, on every machine.
     let sum: f64 = logits.iter().map(|&logit| libm::exp(f64::from(logit) - largest)).sum();
     let log_sum = libm::log(sum);
-    let mut likeliest: Vec<_> = logits.iter().zip(0u32..).map(|(&logit, token)| (logit, token)).collect();
+    let all = logits.iter().zip(0u32..).map(|(&logit, token)| (logit, token));
+    let mut likeliest: Vec<_> = if count == 0 { Vec::new() } else { all.collect() };
     let count = count.min(likeliest.len());
     if count > 0 && count < likeliest.len() {
         likeliest.select_nth_unstable_by(count - 1, likeliest_first);

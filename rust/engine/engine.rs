@@ -370,8 +370,9 @@ impl Work<'_> {
             None => return,
             Some(Err(error)) => Outcome::Failed(error),
             Some(Ok((token, logprobs))) => {
-                if first && sequence.request.prompt_logprobs.is_some() {
-                    let told = sequence.prompt_logprobs.clone();
+                // Told once: a sequence that is preempted later computes none of them again.
+                if first && sequence.request.prompt_logprobs.take().is_some() {
+                    let told = std::mem::take(&mut sequence.prompt_logprobs);
                     events.push(Event { id, outcome: Outcome::PromptLogprobs(told) });
                 }
                 sequence.tokens.push(token);

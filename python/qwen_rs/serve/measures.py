@@ -23,7 +23,7 @@ GAUGES = {
 }
 COUNTERS = {
     "steps": ("engine_steps", "passes"),
-    "prompt_tokens": ("prompt_tokens", "tokens of prompts, those found in the cache included"),
+    "prompt_tokens": ("prompt_tokens", "tokens of prompts that were computed, not found in the cache"),
     "generated_tokens": ("generation_tokens", "tokens generated"),
     "preemptions": ("num_preemptions", "sequences whose blocks were taken from them"),
     "cached_tokens": ("prefix_cache_hits", "tokens of prompts that were found in the cache"),

@@ -125,7 +125,6 @@ class Worker:
         for reader in readers:
             if self._readers.pop(id(reader.sequence), None) is not None:
                 self.generation.cancel(reader.sequence)
-                self.generation.engine.wake()  # a step that then waits for work would tell old counters
                 self.measures.cancelled()
 
     def close(self) -> None:
